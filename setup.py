@@ -5,7 +5,7 @@ import warnings
 from setuptools import find_namespace_packages, setup
 
 FOLDERS = {"jkv": "jkv", "jkv.models": "models", "jkv.training": "training"}
-DATA = ("*__pycache__", "methods.learned.*")  # folders that are no packages
+DATA = ("*__pycache__", "methods.weights.*")  # folders that are no packages
 
 # That a folder named jkv goes before an installed one: of an editable installation it is the same.
 warnings.filterwarnings("ignore", "Editable installation")

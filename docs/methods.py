@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jkv.methods import CATALOGUE, pairs
-from jkv.methods.catalogue import Row
+from jkv.methods.registry import Row
 from jkv.methods.rows import ROWS
 from jkv.models import TINY, read_config
 

@@ -9,7 +9,7 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from jkv.eval.points import pareto
+from jkv.eval.pareto import pareto
 
 ROOT = Path(__file__).parent.parent
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"

@@ -14,14 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jkv import methods, models
-from jkv.bench.shapes import SHAPES
-from jkv.eval.points import wilson
-from jkv.eval.reuse import PLAIN, WHOLE, summed
-from jkv.generation import sizes
-from jkv.generation.report import moved_bytes
-from jkv.methods.selectors.forecast import Forecast, Linear
-from jkv.methods.selectors.proxies import Channels, Proxies
-from jkv.plan import tpu
+from jkv.aot import tpu
+from jkv.bench.model_shapes import SHAPES
+from jkv.eval.chunk_reuse import PLAIN, WHOLE, summed
+from jkv.eval.pareto import wilson
+from jkv.generation.receipt import moved_bytes
+from jkv.methods.selection.attention_predictor import Forecast, Linear
+from jkv.methods.selection.proxy_keys import Channels, Proxies
+from jkv.prompts import allocation
 
 ROOT = Path(__file__).parent.parent
 LEARNED = ROOT / "jkv" / "methods" / "learned"
@@ -568,7 +568,7 @@ def moves() -> list[str]:
             pairs, directions = (model.layers, model.heads, model.head_dim // 2), (model.head_dim, model.head_dim // 4)
             known = Channels(agreement=jnp.ones(pairs), skew=jnp.ones((*pairs[:2], *directions)))
             config = replace(config, select=replace(config.select, known=known))
-        cache = sizes.shaped(config, model, 1, 131072, 256, jnp.bfloat16)
+        cache = allocation.shaped(config, model, 1, 131072, 256, jnp.bfloat16)
         device, host, moved = cache.nbytes - cache.on_host, cache.on_host, moved_bytes(cache)
         cells = f"{device / 2**30:.2f}", f"{host / 2**30:.2f}", f"{moved / 2**20:,.0f}", f"{1e3 * moved / PCIE:,.1f}"
         out.append(line(code(text), *cells))

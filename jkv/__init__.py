@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jkv import models
+    from jkv.cache.cache import Cache
     from jkv.generation.api import extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
-    from jkv.generation.generating import Result
-    from jkv.generation.passages import Passages
-    from jkv.generation.report import Report
+    from jkv.generation.generate import Result
+    from jkv.generation.receipt import Report
     from jkv.generation.score import Scored, score
-    from jkv.generation.steps import branch, step
+    from jkv.generation.step import branch, step
+    from jkv.io.from_pytree import from_tree
     from jkv.io.load import load
-    from jkv.io.store import Store
-    from jkv.io.trees import from_tree
-    from jkv.memory.cache import Cache
     from jkv.methods import CATALOGUE, parse
     from jkv.methods.config import CacheConfig, TierSpec
+    from jkv.prefix_cache.chunk_reuse import Passages
+    from jkv.prefix_cache.store import Store
 
     harness: Any  # of jkv.eval, which no room below it may import through here
 
@@ -60,14 +60,14 @@ __all__ = [
 # The module of each name. It is imported when the name is first used: `jkv --help` need not wait for jax.
 _HOMES = {
     "CATALOGUE": "methods",
-    "Cache": "memory.cache",
+    "Cache": "cache.cache",
     "CacheConfig": "methods.config",
-    "Report": "generation.report",
-    "Result": "generation.generating",
+    "Report": "generation.receipt",
+    "Result": "generation.generate",
     "TierSpec": "methods.config",
-    "branch": "generation.steps",
+    "branch": "generation.step",
     "extend": "generation.api",
-    "from_tree": "io.trees",
+    "from_tree": "io.from_pytree",
     "generate": "generation.api",
     "harness": "eval.harness",
     "load": "io.load",
@@ -76,10 +76,10 @@ _HOMES = {
     "parse": "methods",
     "prefill": "generation.api",
     "Scored": "generation.score",
-    "Passages": "generation.passages",
-    "Store": "io.store",
+    "Passages": "prefix_cache.chunk_reuse",
+    "Store": "prefix_cache.store",
     "score": "generation.score",
-    "step": "generation.steps",
+    "step": "generation.step",
     "stream": "generation.api",
 }
 

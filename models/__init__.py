@@ -7,14 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.narrow import narrow
-from jkv.arrays.partial import softmax
+from jkv.arrays.online_softmax import softmax
+from jkv.arrays.x32 import narrow
 
 from . import (
     bamba,
     deepseek_v2,
     deepseek_v3,
-    delta,
     falcon_h1,
     gemma2,
     gemma3,
@@ -25,11 +24,10 @@ from . import (
     mamba2,
     mistral,
     mixtral,
-    mla,
+    mla_llama,
     olmo2,
     olmo3,
     olmoe,
-    params,
     phi3,
     qwen2,
     qwen3,
@@ -39,15 +37,15 @@ from . import (
     qwen3_moe,
     qwen3_next,
     smollm3,
-    ssd,
-    stacks,
 )
-from .coding import Form
 from .config import LAYERS, Mixers, ModelConfig
+from .layers import gated_delta, mamba2_ssd
+from .layers.recurrent_state import State
 from .llama import Attend, Projected, linear
-from .params import Blocks, Params, Put, Tensors
-from .scale import Scale
-from .states import State
+from .softcap import Scale
+from .weights import loading, params
+from .weights.params import Blocks, Params, Put, Tensors
+from .weights.quantize import Form
 
 __all__ = [
     "FAMILIES",
@@ -113,10 +111,10 @@ FAMILIES = {
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
-    "mla": mla,
+    "mla": mla_llama,
 }
 
-RULES = {"ssd": ssd, "delta": delta}
+RULES = {"ssd": mamba2_ssd, "delta": gated_delta}
 
 Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, its weights, normed x -> output, extra
 
@@ -197,7 +195,7 @@ def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, 
     table = FAMILIES[c.family].TENSORS
     if not c.tied or not {table.head, table.embed} <= set(tensors):
         return dict(config), tensors
-    if stacks.alike(tensors[table.head](), tensors[table.embed]()):
+    if loading.alike(tensors[table.head](), tensors[table.embed]()):
         return dict(config), {name: x for name, x in tensors.items() if name != table.head}
     untied = {"tie_word_embeddings": False}
     text = {"text_config": {**config["text_config"], **untied}} if config.get("text_config") else {}

@@ -13,7 +13,7 @@ from .config import LAYERS, Fields, Mixers, ModelConfig, one_rope, read
 from .llama import TENSORS as LLAMA
 from .llama import embed, head, layer, mlp, project, rms
 from .mamba2 import MIX, checked, limit
-from .params import Names, Params
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from jkv.models.rope import Rope
 
-from .latent import Latent
-from .routing import Experts
-from .scale import Capped, Scale
+from .mla import Latent
+from .moe_router import Experts
+from .softcap import Capped, Scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from einops import rearrange
 from jax import Array
 
 from .config import HEAD_DIM, Fields, ModelConfig, read, whole
-from .experts import experts_of, feed, shapes
-from .latent import Latent
+from .layers.moe import experts_of, feed, shapes
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, embed, head, linear, newest, rms
-from .params import Names, Params, Tensors
+from .mla import Latent
 from .qwen3_moe import MLPS
+from .weights.params import Names, Params, Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

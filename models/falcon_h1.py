@@ -18,8 +18,8 @@ from .config import LAYERS, Fields, Mixers, ModelConfig, read
 from .llama import TENSORS as LLAMA
 from .llama import Attend, block, project, rms, unembed
 from .mamba2 import MIX, checked, limit
-from .params import Names, Params, Tensors
-from .weights import rows
+from .weights.linear import rows
+from .weights.params import Names, Params, Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 

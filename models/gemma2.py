@@ -10,9 +10,9 @@ from .config import Fields, ModelConfig, by_layer_type, read, sliding_window
 from .gemma3 import TENSORS as GEMMA3
 from .gemma3 import block, embed, head, rms
 from .llama import Attend, Projected, linear, split
-from .params import Names, Params
 from .qwen3 import NORMS
-from .scale import Capped
+from .softcap import Capped
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

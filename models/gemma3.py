@@ -13,9 +13,9 @@ from jkv.models.rope import Rope
 from .config import Fields, ModelConfig, by_layer_type, read, rope, sliding_window
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, along, mlp, newest, out, unembed
-from .params import Names, Params
 from .qwen3 import NORMS, normed
-from .weights import rows
+from .weights.linear import rows
+from .weights.params import Names, Params
 
 TENSORS = Names(
     block={

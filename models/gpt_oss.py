@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 
 from .config import Fields, ModelConfig, by_layer_type, read
-from .experts import ATTENTION, Weights, everywhere, experts_of, feed, names, shapes
+from .layers.moe import ATTENTION, Weights, everywhere, experts_of, feed, names, shapes
 from .llama import Attend, Projected, along, embed, head, linear, newest, out, rms, split
-from .params import EACH, Names, Params, Tensors
 from .qwen2 import BIAS
+from .weights.params import EACH, Names, Params, Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

@@ -9,7 +9,7 @@ from jax import Array
 from .config import Fields, ModelConfig, read
 from .gemma3 import embed
 from .llama import TENSORS, Attend, head, mlp, newest, out, project, rms
-from .params import Params
+from .weights.params import Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from jkv.arrays.tree import value
+from jkv.arrays.pytree import value
 
 from .config import ModelConfig, read
-from .params import Names, Params
-from .weights import linear, rows
+from .weights.linear import linear, rows
+from .weights.params import Names, Params
 
 TENSORS = Names(
     block={

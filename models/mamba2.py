@@ -9,8 +9,8 @@ from jax import Array
 
 from .config import LAYERS, Fields, Mixers, ModelConfig, ends
 from .llama import rms, unembed
-from .params import Names, Params
-from .weights import rows
+from .weights.linear import rows
+from .weights.params import Names, Params
 
 MIX = {
     "mix": "in_proj.weight",

@@ -6,9 +6,9 @@ from typing import Any
 from jax import Array
 
 from .config import Fields, ModelConfig, by_layer_type, read
-from .experts import ATTENTION, everywhere, experts_of, feed, names, shapes
+from .layers.moe import ATTENTION, everywhere, experts_of, feed, names, shapes
 from .llama import Attend, block, embed, head, project
-from .params import Names, Params
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

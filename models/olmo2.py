@@ -10,8 +10,8 @@ from jax import Array
 from .config import ModelConfig, read
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, embed, head, linear, mlp, newest, out, rms, split
-from .params import Names, Params
 from .qwen3 import NORMS
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

@@ -7,11 +7,11 @@ from einops import rearrange
 from jax import Array
 
 from .config import Fields, ModelConfig, read
-from .experts import ATTENTION, everywhere, experts_of, feed, shapes
+from .layers.moe import ATTENTION, everywhere, experts_of, feed, shapes
 from .llama import Attend, Projected, block, embed, head, linear, rms
-from .params import Names, Params
 from .qwen3 import NORMS
 from .qwen3_moe import MLPS
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

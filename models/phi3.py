@@ -17,7 +17,7 @@ from jkv.models.rope import Rope
 from .config import Fields, ModelConfig, one_rope, read
 from .llama import TENSORS as LLAMA
 from .llama import embed, head, layer, project
-from .params import Names
+from .weights.params import Names
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

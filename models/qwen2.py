@@ -8,7 +8,7 @@ from jax import Array
 from .config import Fields, ModelConfig, by_layer_type, read, sliding_window
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, along, block, embed, head, linear, rms, split
-from .params import Names, Params
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

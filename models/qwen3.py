@@ -8,8 +8,8 @@ from jax import Array
 from .config import ModelConfig, read
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, block, embed, head, linear, rms, split
-from .params import Names, Params
 from .qwen2 import windows
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

@@ -16,13 +16,13 @@ from jax import Array
 from jkv.models.rope import Rope
 
 from .config import LAYERS, Fields, Mixers, ModelConfig, one_rope, read
-from .experts import feed, names, shapes
 from .gemma3 import rms
+from .layers.moe import feed, names, shapes
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, block, embed, linear, unembed
-from .params import Names, Params
+from .moe_router import Experts
 from .qwen3 import NORMS
-from .routing import Experts
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 

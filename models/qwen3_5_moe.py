@@ -7,10 +7,10 @@ from typing import Any
 
 from . import qwen3_5
 from .config import Fields, ModelConfig
-from .experts import experts_of
-from .params import Tensors
+from .layers.moe import experts_of
+from .moe_router import Experts
 from .qwen3_5 import embed, head, hybrid, layer, project, recur
-from .routing import Experts
+from .weights.params import Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 

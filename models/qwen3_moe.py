@@ -6,12 +6,12 @@ from typing import Any
 from jax import Array
 
 from .config import Fields, ModelConfig, read, whole
-from .experts import ATTENTION, everywhere, experts_of, feed, names, shapes
+from .layers.moe import ATTENTION, everywhere, experts_of, feed, names, shapes
 from .llama import Attend, block, embed, head
-from .params import Names, Params
 from .qwen2 import windows
 from .qwen3 import NORMS, project
 from .qwen3 import TENSORS as QWEN3
+from .weights.params import Names, Params
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 

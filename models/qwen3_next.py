@@ -8,9 +8,9 @@ import numpy as np
 
 from . import qwen3_5, qwen3_moe
 from .config import ModelConfig
-from .params import Tensors
 from .qwen3_5 import embed, head, hybrid, layer, project, recur
 from .qwen3_5_moe import FIELDS, each, experts
+from .weights.params import Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 

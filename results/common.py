@@ -17,9 +17,9 @@ from typing import Any
 
 import jkv
 from jkv.batch.job import Job
-from jkv.batch.work import run
+from jkv.batch.run import run
 from jkv.bench.batch import ragged
-from jkv.bench.results import meta
+from jkv.bench.environment import meta
 from jkv.methods import parse
 
 SHARED, OWN, NEW, PROMPTS, ROWS = 512, 64, 64, 64, 32

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jkv import load, parse
+from jkv.cache.cache import tree_bytes
 from jkv.eval import corpora
-from jkv.eval.alone import Alone
-from jkv.generation.sizes import layout
-from jkv.io.identity import fingerprint
-from jkv.memory.cache import tree_bytes
-from jkv.training.measured import Measured
+from jkv.eval.layer_cost import Alone
+from jkv.io.fingerprint import fingerprint
+from jkv.prompts.allocation import layout
+from jkv.training.resumable_search import Measured
 
 PREFIX, AFTER, TEXTS = 512, 128, 6
 PLAN = "planned(plan='results/layers/snapkv-3.94MB')"

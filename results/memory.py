@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import jkv
+from jkv.cache.cache import tree_bytes
 from jkv.core import sampling
-from jkv.core.compiled import Cost
-from jkv.core.loop import Decoding, prefill_own, run_block
-from jkv.generation.prompts import stop_ids_of
-from jkv.generation.sizes import empty
-from jkv.memory.cache import tree_bytes
+from jkv.core.compilation import Cost
+from jkv.core.decode_loop import Decoding, prefill_own, run_block
+from jkv.prompts.allocation import empty
+from jkv.prompts.tokenization import stop_ids_of
 
 PROMPT, NEW = 8128, 64
 CACHES = "full", "int4", "int4(recent=0)", "int8"

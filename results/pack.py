@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jkv
-from jkv.bench.results import meta
+from jkv.bench.environment import meta
 from jkv.eval import corpora
 from jkv.eval.pack import pack, unpack
 

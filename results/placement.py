@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import jkv
-from jkv.generation.report import moved_bytes, pages_asked
+from jkv.generation.receipt import moved_bytes, pages_asked
 
 PROMPT, NEW, EIGHTH = 1419, 32, 9332400  # tokens; bytes of an eighth of the full cache
 HOT = "host='all', hot=16"

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jkv
+from jkv.batch.disaggregated.coordinator import staged
 from jkv.batch.job import Job
-from jkv.batch.stages.crew import staged
-from jkv.batch.work import Work, run
-from jkv.bench.results import meta
+from jkv.batch.run import Work, run
+from jkv.bench.environment import meta
 from jkv.eval import corpora
-from jkv.host import memory
 from jkv.methods import parse
+from jkv.utils import memory
 
 MODEL, CACHE, BATCH, NEW = "smollm2-135m", "snapkv(budget=256) | int4", 4, 32
 LENGTHS = range(1400, 1460, 10)

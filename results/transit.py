@@ -58,7 +58,7 @@ def measured(params: Any, corpus: str, codec: str) -> dict[str, Any]:
 
 
 def store_root(params: Any, store: Any) -> str:
-    from jkv.generation.stored import Beginnings
+    from jkv.prefix_cache.stored_prefix import Beginnings
 
     return Beginnings(store, params, jkv.parse("full")).root
 

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import models
-from jkv.bench.results import meta
+from jkv.bench.environment import meta
 from jkv.io.load import load, read
 from jkv.models import Params
-from jkv.training import data, distilling, xecomla
 from jkv.training.checkpoints import Folder
+from jkv.training.data import corpora
+from jkv.training.distillation import kl as kl_distillation
+from jkv.training.recipes import xecomla
 from jkv.training.trainer import start
 
 MODEL, TEXTS, LENGTH = "smollm2-135m", 4, 256
@@ -61,7 +63,7 @@ def write(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     params, hf = load(MODEL, "float32"), read(MODEL).config
-    texts, source = data.held_back(params, "pydoc", LENGTH, TEXTS, 0)
+    texts, source = corpora.held_back(params, "pydoc", LENGTH, TEXTS, 0)
     about = meta(MODEL, 1, dtype="float32", source=source, texts=TEXTS, length=LENGTH)
     model = [said(params, ids) for ids in texts]
     rows = [row(params, texts, model, rank=None, rope_dim=None, steps=0, tokens=0)]
@@ -75,12 +77,12 @@ if __name__ == "__main__":
         student = xecomla.converted(
             params, xecomla.config_of(hf, told["rank"], told["rope_dim"], told["query_rank"] or None)
         )
-        begun = start(xecomla.trained(student), distilling.Recipe(**told["recipe"]))
+        begun = start(xecomla.trained(student), kl_distillation.Recipe(**told["recipe"]))
         with Folder(path, told, resume=True) as folder:
             state = folder.last(begun)
         steps, (_, length, _) = int(state.steps), told["texts"]
         tokens = steps * told["recipe"]["batch"] * told["recipe"]["accumulate"] * length
         own = {"rank": told["rank"], "rope_dim": told["rope_dim"], "steps": steps, "tokens": tokens}
-        made = distilling.whole(student, jax.tree.map(jnp.asarray, state.score))
+        made = kl_distillation.whole(student, jax.tree.map(jnp.asarray, state.score))
         rows.append(row(made, texts, model, **own))
         write(rows, about)

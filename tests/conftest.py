@@ -134,15 +134,15 @@ def pytest_runtest_teardown(item, nextitem):
     Those of compositions, whatever modules ask for them, stay until they are many. Runs that are shared go with them:
     a law counts what one more run compiles.
     """
-    from jkv.core import compiled
+    from jkv.core import compilation
 
     name, following = composition(item), composition(nextitem)
     if name and following:
-        drop = name != following and compiled.maps() > compiled.MAPS
+        drop = name != following and compilation.maps() > compilation.MAPS
     else:
         drop = nextitem is None or item.path != nextitem.path
     if drop:
-        compiled.PROGRAMS.clear()
+        compilation.PROGRAMS.clear()
         jax.clear_caches()
         rig.prompted.cache_clear()
         rig.shared.cache_clear()

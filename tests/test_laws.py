@@ -12,10 +12,10 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import loop, sampling
-from jkv.memory.positions import positions
+from jkv.cache.padding import positions
+from jkv.core import decode_loop, sampling
 from jkv.methods import CATALOGUE
-from jkv.methods.divisions import pyramid
+from jkv.methods.budgets.layers import pyramid
 from support import rig
 from support.poison import poison
 from support.rig import BUDGET, CASES, FORCED, LENGTHS, LONGEST, PARAMS, PROMPT, STEPS, Case, D, G, H, L, codes
@@ -98,7 +98,7 @@ def test_sinks_stay_exact_and_no_tier_holds_them(case: Case):
 @pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)
 def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
     """One token with the weight of many is then these tokens: the logits are those of the full model."""
-    blind = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
+    blind = decode_loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
     got, ids = rig.run(case.tight, params=blind), np.concatenate([PROMPT, FORCED], 1)
     expected = forward(blind, jnp.asarray(ids), positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))
     expected = np.asarray(expected).transpose(1, 0, 2)[PROMPT.shape[1] - 1 :]
@@ -184,7 +184,15 @@ def test_pads_change_nothing(case: Case):
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
 def test_one_program_serves_all_blocks_and_all_calls(case: Case):
     caches = rig.shared(case.tight, case.model).caches
-    programs = (loop.embedded, loop.attended, loop.mixed, loop.flushed, loop.said, loop.flushed_due, loop.steps)
+    programs = (
+        decode_loop.embedded,
+        decode_loop.attended,
+        decode_loop.mixed,
+        decode_loop.flushed,
+        decode_loop.said,
+        decode_loop.flushed_due,
+        decode_loop.steps,
+    )
     kinds = {(jax.tree.structure(c), *map(jax.typeof, jax.tree.leaves(c))) for c in caches}
     assert len(kinds) == 1
     before = [f._cache_size() for f in programs]
@@ -200,8 +208,8 @@ def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case)
     for _ in range(2):
         start = rig.shared(case.tight, case.model)
         state = decoding(start.caches[0], start.logits[0])
-        state = loop.run_blocks(case.params, state, greedy(), jnp.int32(STEPS))
-        sizes.append([f._cache_size() for f in (loop.steps, loop.flushed_due, loop.entering)])
+        state = decode_loop.run_blocks(case.params, state, greedy(), jnp.int32(STEPS))
+        sizes.append([f._cache_size() for f in (decode_loop.steps, decode_loop.flushed_due, decode_loop.entering)])
     assert sizes[0] == sizes[1]
     again = rig.run(case.tight, forced=np.asarray(state.out), params=case.params)
     np.testing.assert_array_equal(np.stack(again.logits[:-1]).argmax(-1).T, state.out)
@@ -214,7 +222,7 @@ def greedy():
 
 def decoding(cache, logits):
     cache = jax.tree.map(jnp.copy, cache)  # the loop takes its argument over
-    return loop.Decoding.start(cache, jnp.asarray(logits), STEPS)
+    return decode_loop.Decoding.start(cache, jnp.asarray(logits), STEPS)
 
 
 # --------------------------------------------------------------------------------------------------------- 5 bytes
@@ -313,7 +321,7 @@ def chunked(text: str, size: int):
     """Prompt 0 in chunks; the cache and the logits of its last token."""
     cache, ids = rig.empty(text), jnp.asarray(PROMPT)[:1].repeat(2, 0)
     for start in range(0, ids.shape[1], size):
-        cache, logits = loop.prefill(PARAMS, cache, ids[:, start : start + size])
+        cache, logits = decode_loop.prefill(PARAMS, cache, ids[:, start : start + size])
     return cache, logits
 
 
@@ -324,7 +332,7 @@ def test_a_prompt_in_pieces_is_the_prompt():
     np.testing.assert_allclose(logits[0], whole.logits[0][0], atol=TOLERANCE, rtol=0)
     single = rig.empty(text)
     for token in PROMPT[0]:
-        single, one = loop.step(PARAMS, single, jnp.full(2, token))
+        single, one = decode_loop.step(PARAMS, single, jnp.full(2, token))
     np.testing.assert_allclose(one[0], whole.logits[0][0], atol=TOLERANCE, rtol=0)
     for layer in range(L):
         sets = [np.logical_or(*rig.held(c, layer))[0] for c in (whole.caches[0], pieces, single)]
@@ -355,15 +363,15 @@ def test_a_cache_is_a_value(case: Case):
     for _ in range(2):  # the same cache, continued twice
         cache = start
         for i in range(20, 40):
-            cache, logits = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
+            cache, logits = decode_loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
         np.testing.assert_array_equal(logits, whole.logits[40])
-    loop.prefill(PARAMS, start, jnp.asarray(FORCED[:, :30]))
+    decode_loop.prefill(PARAMS, start, jnp.asarray(FORCED[:, :30]))
     assert all(np.array_equal(a, b) for a, b in zip(frozen, jax.tree.leaves(start), strict=True))
     forked = start.fork(2)
     for rows in ([0, 2], [1, 3]):  # each a copy of either row: what the program of two rows goes on from
         cache = forked.pick(jnp.array(rows))
         for i in range(20, 40):
-            cache, logits = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
+            cache, logits = decode_loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
         np.testing.assert_array_equal(logits, whole.logits[40])
 
 
@@ -415,7 +423,7 @@ def test_a_budget_that_grows_keeps_the_prompt_and_a_share_of_the_rest(case: Case
 def test_a_saved_cache_is_read_as_it_was(case: Case, tmp_path):
     caches = rig.shared(case.tight, case.model).caches
     for cache in (caches[0], caches[len(caches) // 2], caches[-1]):
-        cache = loop.replace(cache, name=case.tight)
+        cache = decode_loop.replace(cache, name=case.tight)
         jkv.save_cache(cache, tmp_path / "c", case.params)
         again = jkv.load_cache(tmp_path / "c", case.params)
         assert jax.tree.structure(again) == jax.tree.structure(cache)

@@ -14,17 +14,17 @@ import pytest
 
 import jkv
 from jkv.attention.evidence import QUERIES
-from jkv.core.deferred import compress, probe, statistics
+from jkv.cache.cache import Counts, Observation
+from jkv.cache.empty import empty_layer
+from jkv.core.decode_loop import prefill_own
+from jkv.core.deferred_prefill import compress, probe, statistics
 from jkv.core.flush import flush
-from jkv.core.loop import prefill_own
-from jkv.generation import report
-from jkv.generation.prompts import reaching
-from jkv.generation.sizes import empty
-from jkv.memory.cache import Counts, Observation
-from jkv.memory.empty import empty_layer
+from jkv.generation import receipt
 from jkv.methods import CATALOGUE, pairs, parse
-from jkv.methods.checks import check
+from jkv.methods.compatibility import check
 from jkv.methods.config import resolve
+from jkv.prompts.allocation import empty
+from jkv.prompts.tokenization import reaching
 from jkv.protocols import LayerSize, Sizes
 from support import rig
 
@@ -225,8 +225,8 @@ def test_what_goes_together_answers(text):
 def test_receipts_say_what_reads_every_composition():
     for case in [*rig.ALL, *rig.OTHERS]:
         cache = rig.empty(case.tight, params=case.params)
-        assert report.kernels_of(cache) == "xla" and report.kernels_off(cache) == "", case
-        assert all(bits >= 0 for bits in report.tier_bits(cache)), case
+        assert receipt.kernels_of(cache) == "xla" and receipt.kernels_off(cache) == "", case
+        assert all(bits >= 0 for bits in receipt.tier_bits(cache)), case
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import jkv
-from jkv.host import extras, results
+from jkv.utils import json_results, optional_deps
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"jkv": "jkv", "models": "jkv/models", "training": "jkv/training"}  # of the repository, and where they go
@@ -82,7 +82,10 @@ def test_an_editable_installation_warns_of_nothing(source):
 def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == installed().keys()
-    assert "jkv/kernels/column_sums/tpu.py" in names and "jkv/methods/learned/smollm2-135m/weights.safetensors" in names
+    assert (
+        "jkv/kernels/attention_column_sums/tpu.py" in names
+        and "jkv/methods/weights/smollm2-135m/weights.safetensors" in names
+    )
     for name, path in installed().items():
         assert wheel.getinfo(name).file_size == path.stat().st_size, name
 
@@ -90,7 +93,7 @@ def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
 def test_a_wheel_brings_the_command_and_its_own_name(wheel):
     about = {name.split("/")[-1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "jkv = jkv.cli.app:main" in wheel.read(about["entry_points.txt"]).decode()
-    assert f"Name: {extras.PACKAGE}\n" in wheel.read(about["METADATA"]).decode()
+    assert f"Name: {optional_deps.PACKAGE}\n" in wheel.read(about["METADATA"]).decode()
 
 
 def test_every_module_is_found_by_its_name_where_jkv_is_installed(tmp_path):
@@ -156,7 +159,7 @@ SKIPPED = {".git", ".venv", ".venv312", "build", "dist", "__pycache__", ".pytest
 KINDS = {".py", ".md", ".toml", ".ipynb", ".cfg", ".yaml", ".yml", ".txt", ""}
 # `jkv` as the package of an installation, or with an extra: that is a package of somebody else
 STRANGER = re.compile(r"""(?:install|uv\s+add)(?:\s+-{1,2}[\w-]+)*\s+['"\\]*jkv(?![\w-])|(?<![\w./-])jkv\[""")
-EXTRA = re.compile(rf"""(?:['"]\.|\.\.|{extras.PACKAGE})\[([\w,-]+)\]""")
+EXTRA = re.compile(rf"""(?:['"]\.|\.\.|{optional_deps.PACKAGE})\[([\w,-]+)\]""")
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -173,7 +176,7 @@ def test_no_text_tells_anyone_to_install_the_package_of_a_stranger():
     assert found == []
     for wrong in ("pip install {}", "pip install -U '{}'", "pip install\n'{}[train]'", 'uv add "{}"', "({}[train])"):
         assert STRANGER.search(wrong.format("jkv")), wrong
-    for right in (f"pip install '{extras.PACKAGE}[train] @ git+URL'", "pip install -e '.[train]'", 'x["jkv"]'):
+    for right in (f"pip install '{optional_deps.PACKAGE}[train] @ git+URL'", "pip install -e '.[train]'", 'x["jkv"]'):
         assert not STRANGER.search(right), right
 
 
@@ -189,9 +192,9 @@ def test_every_extra_that_a_text_names_is_one():
 
 
 def test_the_installed_package_is_asked_for_by_its_own_name():
-    assert PROJECT["name"] == extras.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli.app:main"}
-    assert metadata(extras.PACKAGE)["Name"] == extras.PACKAGE and requires(extras.PACKAGE)
-    assert results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}
-    assert results.versions(["jkv"])["jkv"] == jkv.__version__
+    assert PROJECT["name"] == optional_deps.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli.app:main"}
+    assert metadata(optional_deps.PACKAGE)["Name"] == optional_deps.PACKAGE and requires(optional_deps.PACKAGE)
+    assert json_results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}
+    assert json_results.versions(["jkv"])["jkv"] == jkv.__version__
     for name, path in modules().items():
         assert not re.search(r"\b(?:version|distribution|metadata|requires)\(.jkv.\)", path.read_text("utf-8")), name

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jkv.host.locks import locked
-from jkv.host.results import overwrite
-from jkv.io.figures import blank
 from jkv.io.safetensors import read_json
+from jkv.utils.file_locks import locked
+from jkv.utils.json_results import overwrite
+from jkv.utils.plotting import blank
 
 WHAT, METRICS, CURVES, LOCK = "training.json", "metrics.jsonl", "curves.png", ".lock"
 

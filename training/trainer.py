@@ -14,15 +14,15 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jkv.arrays.tree import part, value
+from jkv.arrays.pytree import part, value
 from jkv.core import sharding
 from jkv.io import load as loading
 from jkv.models import Params, read_config
 from jkv.training.checkpoints import Folder
-from jkv.training.data import Order, rows
+from jkv.training.data.corpora import Order, rows
 from jkv.training.losses import Batch, Teacher, teach
-from jkv.training.optimiser import adamw, advance, sound
-from jkv.training.student import hidden
+from jkv.training.optimizer import adamw, advance, sound
+from jkv.training.soft_cache_model import hidden
 
 MEMORY = 6 << 30  # bytes of lessons that are remembered
 Told = tuple[Array, dict[str, Array]]  # a loss, and its parts

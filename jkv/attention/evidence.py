@@ -12,28 +12,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv import kernels
-from jkv.arrays.tree import static, value
-from jkv.attention import context
-from jkv.attention.marks import reach
+from jkv.arrays.pytree import static, value
+from jkv.attention import context_parallel
 from jkv.attention.mask import causal, visible
-from jkv.attention.tiers import (
-    asked,
-    bare,
-    counted,
-    flat,
-    key_logits,
-    tier_dot,
-    tier_mix,
-)
-from jkv.attention.tiles import cut, over_tiles, tile_size
-from jkv.memory.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
-from jkv.memory.layer import LayerConfig, TierConfig
+from jkv.attention.tier_attention import asked, bare, counted, flat, key_logits, tier_dot, tier_mix
+from jkv.attention.tier_index import reach
+from jkv.attention.tiling import cut, over_tiles, tile_size
+from jkv.cache.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
+from jkv.cache.spec import LayerConfig, TierConfig
 from jkv.protocols import Columns, needs_of
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
     from jkv.models.rope import Rope
-    from jkv.models.scale import Scale
+    from jkv.models.softcap import Scale
 
 QUERIES, KEYS = 64, 512  # a tile of probabilities
 Step = Callable[[Array, Array, Array, Array], Any]
@@ -134,7 +126,7 @@ class Evidence:
 
     def _summed(self, kernel: str, queries: Queries) -> Array:
         """`sums` of the window, by the kernel; every device for its own rows and heads."""
-        own, window = kernels.implementation("column_sums", kernel), self.plan.window
+        own, window = kernels.implementation("attention_column_sums", kernel), self.plan.window
         mask = causal(queries.pos, window)
 
         def run(q: Array, k: Array, lse: Array, *places: Array) -> Array:
@@ -206,13 +198,13 @@ class Evidence:
         """Each device for its own slots; join: as `context.each` takes it, or None: every device gets all."""
         config = config.of(tier)
 
-        def own(tier: Tier, part: context.Part) -> Any:
+        def own(tier: Tier, part: context_parallel.Part) -> Any:
             c = tier.pos.shape[2]
-            read = partial(self._tier_tile, tier, config, context.first(part, c))
+            read = partial(self._tier_tile, tier, config, context_parallel.first(part, c))
             return use(read, c, tile_size(True, c, QUERIES, config.unit))
 
-        out = context.each(own, bare(tier), tier.axes, join)
-        return out if join else context.whole(out, tier.axes)
+        out = context_parallel.each(own, bare(tier), tier.axes, join)
+        return out if join else context_parallel.whole(out, tier.axes)
 
     def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
         total = self.window.pos.shape[1]
@@ -288,9 +280,9 @@ def evidence(
 def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
     """Which implementation sums columns of a window: the platform's, where it takes them and there are enough."""
     name, (_, _, groups, n, dim) = kernels.wanted(kind), queries.q.shape
-    if name == "xla" or (kind == "auto" and kernels.unready("column_sums", name)):
+    if name == "xla" or (kind == "auto" and kernels.unready("attention_column_sums", name)):
         return "xla"
-    own = kernels.implementation("column_sums", name)
+    own = kernels.implementation("attention_column_sums", name)
     return "xla" if n < own.PART or own.supports(dtype, dim, groups) else name
 
 

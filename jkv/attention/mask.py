@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.tree import value
+from jkv.arrays.pytree import value
 
 
 @value

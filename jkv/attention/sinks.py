@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.memory.layer import LayerView
+from jkv.cache.spec import LayerView
 from jkv.protocols import Window
 
 

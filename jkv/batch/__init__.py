@@ -1,1 +1,4 @@
-"""Many prompts from a file, answered in batches whose rows come and go; see `jkv batch --help`."""
+"""Offline jobs: JSONL in, JSONL out, on a machine, a pod or an object store; see `jkv batch --help`.
+
+Entry points: `job.Job`, `run.run`. Must not import serve.
+"""

@@ -14,25 +14,25 @@ import jax
 
 import jkv
 from jkv import models
-from jkv.batch import fit
-from jkv.batch.arrange import Bucket, Grain
-from jkv.batch.requests import MOST_NEW, Request, Settings
-from jkv.batch.shapes import Shapes
-from jkv.batch.together import spans
+from jkv.batch.processes import spans
 from jkv.core.sharding import MeshPlan
-from jkv.generation.drafters import Drafter
-from jkv.generation.named import of_batch
-from jkv.generation.prompts import reaching
-from jkv.generation.sizes import layout
-from jkv.generation.through import check
-from jkv.host.results import versions
-from jkv.io.identity import fingerprint, weights
-from jkv.io.store import Store
+from jkv.engine import batch_size
+from jkv.engine.request import MOST_NEW, Request, Settings
+from jkv.engine.scheduler import Bucket, Grain
+from jkv.engine.spec import Shapes
+from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.prefix_cache.store import Store
+from jkv.prompts.allocation import layout
+from jkv.prompts.tokenization import reaching
+from jkv.speculative.build import of_batch
+from jkv.speculative.draft_model import check
+from jkv.speculative.proposer import Drafter
+from jkv.utils.json_results import versions
 
 if TYPE_CHECKING:
-    from jkv.io.remote import Place
+    from jkv.io.object_store import Place
 
 Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and how it goes
 
@@ -41,11 +41,11 @@ Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and ho
 class Job:
     """What is asked for.
 
-    source, out: local, or in an object store (`jkv.io.remote.place`). batch 0: as many rows at once as fit; over: the
-    mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled once,
-    where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry: whether
-    rows that failed before are run again; store: of beginnings of prompts, which then are not shared within the job;
-    draft: "suffix" or "recycle", whose guesses change no token.
+    source, out: local, or in an object store (`jkv.io.object_store.place`). batch 0: as many rows at once as fit; over:
+    the mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled
+    once, where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry:
+    whether rows that failed before are run again; store: of beginnings of prompts, which then are not shared within
+    the job; draft: "suffix" or "recycle", whose guesses change no token.
     """
 
     source: Place
@@ -124,7 +124,7 @@ class Job:
             model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
-            several=fit.several(batch, self.unit) if self.store is None else 1,
+            several=batch_size.several(batch, self.unit) if self.store is None else 1,
             dtype=self.params.embed.dtype,
             greedy=all(r.settings.temperature == 0 for r in rows),
             penalised=any(r.settings.repetition_penalty != 1 for r in rows),

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jkv.batch import bucket, folder
-from jkv.batch.written import Counts
-from jkv.host.results import overwrite
-from jkv.io.remote import reaching
+from jkv.batch import local_output, object_store_output
+from jkv.batch.output_rows import Counts
+from jkv.io.object_store import reaching
+from jkv.utils.json_results import overwrite
 
 if TYPE_CHECKING:
     from etils import epath
 
-    from jkv.io.remote import Place
+    from jkv.io.object_store import Place
 
 
 class Rows(Protocol):
@@ -49,10 +49,10 @@ class Folder:
     path: Path
 
     def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-        folder.claim(self.path, about, made)
+        local_output.claim(self.path, about, made)
 
     def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
-        return folder.Shard(self.path, wanted, process, processes, retry)
+        return local_output.Shard(self.path, wanted, process, processes, retry)
 
     def aside(self, process: int, processes: int) -> Path:
         return self.path / f"suspended-{process:05d}-of-{processes:05d}"
@@ -68,16 +68,16 @@ class Bucket:
     path: epath.Path
 
     def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-        bucket.claim(self.path, about, made)
+        object_store_output.claim(self.path, about, made)
 
     def rows(self, wanted: Mapping[int, str], process: int, processes: int, retry: bool) -> Rows:
-        return bucket.Parts(self.path, wanted, process, processes, retry)
+        return object_store_output.Parts(self.path, wanted, process, processes, retry)
 
     def aside(self, process: int, processes: int) -> None:
         return None
 
     def report(self, text: str) -> None:
-        with reaching(self.path, bucket.AGAIN):
+        with reaching(self.path, object_store_output.AGAIN):
             (self.path / "report.json").write_bytes(text.encode())
 
 

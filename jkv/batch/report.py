@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jkv.batch.signals import FAILED, STOPPED
-from jkv.generation.report import rate, speed
+from jkv.batch.preemption import FAILED, STOPPED
+from jkv.generation.receipt import rate, speed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from jkv.batch.job import Job
 from jkv.batch.report import Report
-from jkv.batch.work import run
+from jkv.batch.run import run
 from jkv.bench.engines import Transformers
-from jkv.bench.results import SEED
+from jkv.bench.environment import SEED
 from jkv.bench.speed import number
-from jkv.io.source import Source
+from jkv.io.model_source import Source
 from jkv.methods import parse
 from jkv.models import Params, build
 

@@ -14,10 +14,10 @@ from rich import box
 from rich.table import Table
 
 from jkv.bench.engines import Jkv, Transformers, apart
+from jkv.bench.environment import SEED
 from jkv.bench.measure import arithmetic, read_rate, turns, weight_bytes
-from jkv.bench.results import SEED
 from jkv.bench.speed import number
-from jkv.io.source import Source
+from jkv.io.model_source import Source
 from jkv.models import ModelConfig, Params, build
 
 NARROW = "prefill in bfloat16"  # jkv's products, beside the same prompt in float32

@@ -17,14 +17,14 @@ from rich.table import Table
 
 from jkv import methods
 from jkv.bench.engines import Jkv
-from jkv.bench.results import SEED
-from jkv.core import loop
-from jkv.core.compiled import PROGRAMS, ahead, compiled, forget
-from jkv.generation.asked import asked
-from jkv.generation.generating import Generation
-from jkv.generation.prompts import check_length
-from jkv.methods.checks import check_prefill
+from jkv.bench.environment import SEED
+from jkv.core import decode_loop
+from jkv.core.compilation import PROGRAMS, ahead, compiled, forget
+from jkv.generation.arguments import asked
+from jkv.generation.generate import Generation
+from jkv.methods.compatibility import check_prefill
 from jkv.models import ModelConfig, Params
+from jkv.prompts.tokenization import check_length
 
 LAYERS, ONE = "layer by layer", "one program"
 
@@ -83,10 +83,10 @@ def as_one(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
     start, new = time.perf_counter(), 2 * methods.parse(spec).steps
     engine = Jkv(params, spec, longest=ids.shape[1] + new)
     cache = engine.empty(ids.shape[1] + new, new)
-    state = loop.Decoding.start(cache, jnp.zeros((1, params.config.vocab), jnp.float32), new)
+    state = decode_loop.Decoding.start(cache, jnp.zeros((1, params.config.vocab), jnp.float32), new)
     args = engine.params, state, engine.sampling, jnp.int32(new)
-    begun = ahead(loop.run_blocks.whole, *args)
-    read = partial(compiled, loop.prefill_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))
+    begun = ahead(decode_loop.run_blocks.whole, *args)
+    read = partial(compiled, decode_loop.prefill_own.whole, engine.params, cache, jnp.asarray(ids, jnp.int32))
     cache, logits = read(fresh=True)[0](engine.params, cache, jnp.asarray(ids, jnp.int32))
     state = replace(state, cache=cache, logits=logits)
     logits.argmax(-1).tolist()

@@ -15,13 +15,13 @@ import numpy as np
 from jkv import methods
 from jkv.bench import presses
 from jkv.bench.measure import clock
-from jkv.core import loop, sampling
-from jkv.core.compiled import Compiled, compiled
-from jkv.generation import sizes
-from jkv.generation.prompts import reaching
+from jkv.core import decode_loop, sampling
+from jkv.core.compilation import Compiled, compiled
 from jkv.io.load import read
-from jkv.io.source import Source
+from jkv.io.model_source import Source
 from jkv.models import Params
+from jkv.prompts import allocation
+from jkv.prompts.tokenization import reaching
 
 Trial = Callable[[], float]  # runs once -> milliseconds per unit (a token, or a prompt)
 Tokens = Callable[[], list[float]]  # runs once -> milliseconds of each token
@@ -41,24 +41,26 @@ class Jkv:
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 
     def empty(self, longest: int, new: int) -> Any:
-        return sizes.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
+        return allocation.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """f32[B,V] of what comes after prompts."""
         cache = self.empty(ids.shape[1] + 16, 16)
-        return np.asarray(loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)[1], np.float32)
+        return np.asarray(
+            decode_loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)[1], np.float32
+        )
 
     def prefill(self, ids: np.ndarray) -> Trial:
         cache, x = self.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
-        return lambda: clock(lambda: loop.prefill(self.params, cache, x, fresh=True))
+        return lambda: clock(lambda: decode_loop.prefill(self.params, cache, x, fresh=True))
 
-    def decoding(self, ids: np.ndarray, new: int) -> loop.Decoding:
+    def decoding(self, ids: np.ndarray, new: int) -> decode_loop.Decoding:
         """The state after the prompt, with room for `new` tokens."""
         cache = self.empty(ids.shape[1] + new, new)
-        cache, logits = loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
-        return loop.Decoding.start(cache, logits, new)
+        cache, logits = decode_loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
+        return decode_loop.Decoding.start(cache, logits, new)
 
-    def full_window(self, ids: np.ndarray, steps: int) -> tuple[loop.Decoding, Compiled, float]:
+    def full_window(self, ids: np.ndarray, steps: int) -> tuple[decode_loop.Decoding, Compiled, float]:
         """The state that has seen as many tokens as `ids`, the last block of them its own; the next step flushes.
 
         So `steps` tokens from here see the share of flushes that a long answer sees. Also the decode program and the
@@ -67,11 +69,11 @@ class Jkv:
         n, block = ids.shape[1], self.config.steps
         state = self.decoding(ids[:, : n - block], block + steps)
         stop = jnp.int32(block)
-        program, seconds = compiled(loop.run_blocks.whole, self.params, state, self.sampling, stop)
+        program, seconds = compiled(decode_loop.run_blocks.whole, self.params, state, self.sampling, stop)
         return program(self.params, state, self.sampling, stop), program, seconds
 
-    def run(self, state: loop.Decoding, stop: int) -> loop.Decoding:
-        return loop.run_blocks(self.params, state, self.sampling, jnp.int32(stop))
+    def run(self, state: decode_loop.Decoding, stop: int) -> decode_loop.Decoding:
+        return decode_loop.run_blocks(self.params, state, self.sampling, jnp.int32(stop))
 
     def decode(self, ids: np.ndarray, steps: int) -> Trial:
         start = self.decoding(ids, steps)

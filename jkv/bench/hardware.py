@@ -15,14 +15,14 @@ import jax
 from rich.table import Table
 
 from jkv import kernels, models
-from jkv.bench import kernel, shapes, speed
+from jkv.bench import kernel, model_shapes, speed
 from jkv.bench.measure import arithmetic, copy_rate, read_rate
-from jkv.host.results import overwrite, write
-from jkv.io.source import Source
-from jkv.kernels.column_sums import check as columns
-from jkv.kernels.decode_attention import check as attention
-from jkv.kernels.prefill_attention import check as prompts
-from jkv.kernels.window_attention import check as windows
+from jkv.io.model_source import Source
+from jkv.kernels.attention_column_sums import selftest as columns
+from jkv.kernels.decode_attention import selftest as attention
+from jkv.kernels.prefill_attention import selftest as prompts
+from jkv.kernels.window_attention import selftest as windows
+from jkv.utils.json_results import overwrite, write
 
 Row = dict[str, Any]
 CODES = ("full", "int8", "int4", "int4(group=32)", "int2", "kivi(bits=2)", "turboquant", "ksort", "fp8")
@@ -71,7 +71,7 @@ class Size:
     @property
     def config(self) -> dict[str, Any]:
         """Of the model."""
-        config = shapes.SHAPES[self.shape]
+        config = model_shapes.SHAPES[self.shape]
         return config | ({"num_hidden_layers": self.layers} if self.layers else {})
 
 
@@ -105,7 +105,7 @@ def size_of(dtype: str) -> Size:
 
 def source(size: Size, dtype: str) -> Source:
     """Random weights, drawn when they are read; ValueError if they do not fit."""
-    return shapes.noise(size.config, 4 if dtype == "float32" else 2, 1)
+    return model_shapes.noise(size.config, 4 if dtype == "float32" else 2, 1)
 
 
 class Record:

@@ -15,21 +15,21 @@ from rich import box
 from rich.table import Table
 
 from jkv import kernels, methods
-from jkv.arrays.partial import Partial
-from jkv.attention.attend import attend
+from jkv.arrays.online_softmax import Partial
+from jkv.attention.dense import attend
 from jkv.attention.mask import causal, visible
-from jkv.attention.tiers import attend_tier, kernel_codes
+from jkv.attention.tier_attention import attend_tier, kernel_codes
+from jkv.bench.environment import SEED
 from jkv.bench.measure import clock, copy_rate, percentiles, turns
-from jkv.bench.results import SEED
 from jkv.bench.speed import mib, number
-from jkv.host.extras import install
+from jkv.cache import codec_map
+from jkv.cache.cache import Tier, tree_bytes
+from jkv.cache.spec import TierConfig
 from jkv.kernels.decode_attention import reference
-from jkv.memory import codes
-from jkv.memory.cache import Tier, tree_bytes
-from jkv.memory.layer import TierConfig
-from jkv.methods import checks
+from jkv.methods import compatibility
 from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.models import ModelConfig
+from jkv.utils.optional_deps import install
 
 OPERATIONS = ("decode_attention",)
 DENSE = ("float32", "bfloat16")
@@ -80,13 +80,13 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     cache = methods.parse(spec)
     k, v = cache.codecs(cache.tiers[-1])
     plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0, sinks=0)
-    checks.check(plain, model)
+    compatibility.check(plain, model)
     config = resolve(plain, model, context, 0)[0].tiers[0]
     shape = (batch, model.heads, config.capacity)
     keys = jax.random.split(jax.random.key(SEED), 3)
     dims = model.head_dim, model.value_dim
     floats = [jax.random.normal(key, (*shape, d), jnp.float32) for key, d in zip(keys[:2], dims, strict=True)]
-    k, v = (codes.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
+    k, v = (codec_map.encode(c, x.astype(dtype)) for c, x in zip((config.k, config.v), floats, strict=True))
     pos = jnp.broadcast_to(jnp.arange(config.capacity, dtype=jnp.int32), shape)
     tier = Tier(k=k, v=v, pos=pos, columns={}, at=None, head=None, summary=None)
     codes_k, codes_v = kernel_codes(tier, config)
@@ -98,8 +98,8 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
     def read(q: Array) -> Partial:
         return reference.attention(q, codes_k, codes_v, pos, jnp.zeros_like(at), at, float(model.scale))
 
-    want = codes.between_ends(read, q.astype(jnp.float32), config.k, config.v, float(model.scale)).finish()
-    dense = (codes.decode(config.k, k), codes.decode(config.v, v))
+    want = codec_map.between_ends(read, q.astype(jnp.float32), config.k, config.v, float(model.scale)).finish()
+    dense = (codec_map.decode(config.k, k), codec_map.decode(config.v, v))
     return Problem(q=q, at=at, tier=tier, config=config, dense=dense, want=np.asarray(want))
 
 

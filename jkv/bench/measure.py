@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.tiers import looked
-from jkv.memory.cache import Cache, tree_bytes
+from jkv.attention.tier_attention import looked
+from jkv.cache.cache import Cache, tree_bytes
 from jkv.models import Params
 
 T = TypeVar("T")

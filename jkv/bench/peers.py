@@ -20,16 +20,16 @@ import numpy as np
 import jkv
 from jkv import methods
 from jkv.bench.engines import Transformers
+from jkv.bench.environment import check_path, meta, save, use_cores
 from jkv.bench.presses import PEERS, Peer
-from jkv.bench.results import check_path, meta, save, use_cores
-from jkv.core.compiled import forget
+from jkv.core.compilation import forget
 from jkv.eval import corpora
-from jkv.eval.attention import here
-from jkv.eval.replay import Prefills
-from jkv.generation.draft import greedy
-from jkv.generation.follow import Follow, surprise
-from jkv.host import console
+from jkv.eval.attention_recall import here
+from jkv.eval.prefill_replay import Prefills
+from jkv.generation.teacher_forcing import Follow, surprise
 from jkv.models import Params
+from jkv.prompts.greedy import greedy
+from jkv.utils import console
 
 KEEPS = (0.5, 0.25, 0.125)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jkv.methods.divisions import pyramid
-from jkv.methods.probes import Graded, Rebuilt
+from jkv.methods.budgets.layers import pyramid
+from jkv.methods.prefill.probes import Graded, Rebuilt
 
 Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
 WINDOW = 32  # queries that snapkv, pyramidkv, chunkkv, criticalkv and finch ask, in both

@@ -20,17 +20,17 @@ import numpy as np
 import jkv
 from jkv import methods
 from jkv.bench.engines import Jkv, Transformers, apart
+from jkv.bench.environment import check_path, meta, save, use_cores
 from jkv.bench.measure import turns
-from jkv.bench.results import check_path, meta, save, use_cores
-from jkv.core.compiled import forget
+from jkv.core.compilation import forget
 from jkv.eval import corpora
-from jkv.eval.replay import Prefills
-from jkv.generation.follow import Follow, surprise
-from jkv.generation.report import divergence, tier_bits
-from jkv.host import console
-from jkv.host.results import versions
+from jkv.eval.prefill_replay import Prefills
+from jkv.generation.receipt import divergence, tier_bits
+from jkv.generation.teacher_forcing import Follow, surprise
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.utils import console
+from jkv.utils.json_results import versions
 
 OURS = (
     *("full", "int8", "fp8", "int4", "int4(rotate=True)", "turboquant(bits=4, center=True, sinks=4)"),

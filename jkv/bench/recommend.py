@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from jkv.eval.points import Point, load, pareto, points
+from jkv.eval.pareto import Point, load, pareto, points
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from jkv.bench.environment import SEED
 from jkv.bench.measure import clock, percentiles, turns
-from jkv.bench.results import SEED
 from jkv.bench.speed import number
 from jkv.core import sampling
 

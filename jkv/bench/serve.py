@@ -26,10 +26,10 @@ import safetensors.numpy
 from rich import box
 from rich.table import Table
 
-from jkv.bench.results import SEED
-from jkv.eval.words import prose
-from jkv.io.source import Source
-from jkv.serve.maker import STRIDE
+from jkv.bench.environment import SEED
+from jkv.eval.tasks.words import prose
+from jkv.io.model_source import Source
+from jkv.serve.batches import STRIDE
 
 DONE = b"data: [DONE]"  # the last line of a stream; transformers' server has none
 WAIT = 600  # seconds for a server to be there, and for a piece of an answer

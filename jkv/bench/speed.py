@@ -15,18 +15,18 @@ from rich.table import Table
 
 from jkv import methods
 from jkv.bench.engines import PEERS, Jkv, apart
+from jkv.bench.environment import SEED
 from jkv.bench.llama import NAME as LLAMA
 from jkv.bench.llama import LlamaCpp
 from jkv.bench.measure import cache_bytes, clock, copy_rate, percentiles, turns, weight_bytes
-from jkv.bench.results import SEED
-from jkv.core import loop
-from jkv.core.compiled import Compiled, compiled, peak_bytes
-from jkv.memory.cache import Cache
-from jkv.methods import checks
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop
+from jkv.core.compilation import Compiled, compiled, peak_bytes
+from jkv.methods import compatibility
 from jkv.models import ModelConfig, Params
 
 if TYPE_CHECKING:
-    from jkv.io.source import Source
+    from jkv.io.model_source import Source
 
 What = Literal["decode", "prefill", "flush"]
 
@@ -36,7 +36,7 @@ TIMED = {
     "flush": "one flush of all layers (flush_due on a full recent window); it comes once every block tokens",
 }
 
-flush_due = jax.jit(loop.flush_due, donate_argnums=0)
+flush_due = jax.jit(decode_loop.flush_due, donate_argnums=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
 
 def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
     """Milliseconds of the prompt; the cache has room for a block more."""
-    checks.check_prefill(engine.config, "jkv bench prefill")
+    compatibility.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
-    program, seconds = compiled(loop.prefill.whole, engine.params, cache, x, fresh=True)
+    program, seconds = compiled(decode_loop.prefill.whole, engine.params, cache, x, fresh=True)
     trial = lambda: [clock(lambda: program(engine.params, cache, x))]  # noqa: E731
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
@@ -142,7 +142,7 @@ def check(what: What, specs: Sequence[str], contexts: Sequence[int], steps: int,
     """Raise ValueError for a cache or a context that cannot work with the model, before its weights are there."""
     for spec in specs:
         config = methods.parse(spec)
-        checks.check(config, model)
+        compatibility.check(config, model)
         for n in contexts:
             if what != "prefill" and n <= config.steps:
                 more = f"flushes every {config.steps} tokens; give a context above that"

@@ -24,15 +24,27 @@ from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
 from jkv.cli import stages as stages_cli
 from jkv.cli.calibrate import calibrate
-from jkv.cli.options import MODEL, ChatOptions, Chunk, Drawing, Dtype, Mesh, Model, PrefillDtype, Stored, Weights, flat
+from jkv.cli.options import (
+    MODEL,
+    ChatOptions,
+    Chunk,
+    Drawing,
+    Dtype,
+    Mesh,
+    Model,
+    PrefillDtype,
+    Stored,
+    Weights,
+    flat,
+)
 from jkv.cli.train import train
-from jkv.host import console
-from jkv.host.console import status
-from jkv.host.results import versions
+from jkv.utils import console
+from jkv.utils.console import status
+from jkv.utils.json_results import versions
 
 if TYPE_CHECKING:
     from jkv.generation.inspect import Summary
-    from jkv.methods.catalogue import Row
+    from jkv.methods.registry import Row
     from jkv.models import Params
 
 CACHE = "snapkv(budget=512) | int4"
@@ -393,5 +405,5 @@ def main() -> None:
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
-    os.environ["JAX_ENABLE_X64"] = "0"  # jax is not imported yet: see arrays/narrow.py
+    os.environ["JAX_ENABLE_X64"] = "0"  # jax is not imported yet: see arrays/x32.py
     app()

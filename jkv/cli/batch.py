@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.batch.requests import MOST_NEW
-from jkv.batch.signals import stoppable
+from jkv.batch.preemption import stoppable
 from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, Stored, Weights, flat
-from jkv.host import console
+from jkv.engine.request import MOST_NEW
+from jkv.utils import console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jkv.batch.job import Tell
     from jkv.batch.report import Report
-    from jkv.batch.requests import Settings
+    from jkv.engine.request import Settings
 
 
 @flat
@@ -71,7 +71,7 @@ def batch(
     """
     at_once = _number(batch)
     with stoppable() as stopped:
-        from jkv.batch.requests import Settings
+        from jkv.engine.request import Settings
 
         settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
         with console.meter() as tell:
@@ -125,17 +125,17 @@ def start(
     options: dict[str, Any],
 ) -> Report:
     """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
+    from jkv.batch.disaggregated.allocation import divided
+    from jkv.batch.disaggregated.coordinator import staged
     from jkv.batch.job import Job
-    from jkv.batch.stages.crew import staged
-    from jkv.batch.stages.roles import divided
-    from jkv.batch.work import Work, run
+    from jkv.batch.run import Work, run
     from jkv.core import sharding
     from jkv.io import load as loading
-    from jkv.io import remote
+    from jkv.io import object_store
     from jkv.methods import parse
 
-    config, asked, answers = parse(cache), remote.place(source), remote.place(out)
-    if not remote.is_file(asked):
+    config, asked, answers = parse(cache), object_store.place(source), object_store.place(out)
+    if not object_store.is_file(asked):
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     workers = None if stages is None else divided(stages)
     if hosts is not None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.bench.results import use_cores
-from jkv.cli.measuring import PEERS, build, measure, numbers, start, subject
+from jkv.bench.environment import use_cores
+from jkv.cli.bench_common import PEERS, build, measure, numbers, start, subject
 from jkv.cli.options import CACHES, MODEL, Caches, Context, Dtype, Machine, Model, Rounds, Subject, Timed, flat
-from jkv.host import console
+from jkv.utils import console
 
 if TYPE_CHECKING:
     from jkv.bench.speed import What
@@ -63,7 +63,7 @@ def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
     specs, contexts = o.cache or (PEERS[vs].caches if vs in PEERS else CACHES), o.context or CONTEXTS
     cores, dtype = start(specs, o, o.dtype, vs)
     from jkv import models
-    from jkv.bench import results, speed
+    from jkv.bench import environment, speed
 
     name, source = subject(o, dtype, vs)
     beside = [vs] if vs and vs not in PEERS else []
@@ -74,7 +74,7 @@ def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
         peer = speed.peer_of(vs, params, source, cores, dtype)
         return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
 
-    about = results.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, weights=o.weights, rounds=o.rounds)
+    about = environment.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, weights=o.weights, rounds=o.rounds)
     says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
     measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
 
@@ -89,13 +89,13 @@ def drawing(
 ) -> None:
     """Milliseconds from logits to a token of each row: greedy, and with the settings that draw."""
     cores, _ = start((), machine)
-    from jkv.bench import results
+    from jkv.bench import environment
     from jkv.bench import sampling as alone
 
     vocabs, batches = vocab or [49152, 128256], batch or [1, 16]
     says = lambda r: f"{r['sampling']}, {r['vocab']} words, {r['batch']} rows: {r['ms']:.2f} ms"  # noqa: E731
     found, total = partial(alone.rows, vocabs, batches, rounds), len(vocabs) * len(batches) * len(alone.WAYS)
-    measure(total, found, says, alone.table, results.meta("random logits", cores, rounds=rounds), machine.out)
+    measure(total, found, says, alone.table, environment.meta("random logits", cores, rounds=rounds), machine.out)
 
 
 @app.command("compile")
@@ -111,13 +111,13 @@ def compiling(
     cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
     from jkv.bench import compile as waiting
-    from jkv.bench import results
+    from jkv.bench import environment
 
     name, source = subject(o, dtype)
     waiting.check(specs, context, models.read_config(source.config))
     load = partial(build, o, source, dtype)
     says = lambda r: f"{r['cache']}, {r['how']}: {r['first_s']:.1f} s"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, weights=o.weights, context=context)
+    about = environment.meta(name, cores, dtype=dtype, weights=o.weights, context=context)
     measure(2 * len(specs), lambda: waiting.rows(load(), specs, context), says, waiting.table, about, machine.out)
 
 
@@ -131,8 +131,8 @@ def forms(
 ) -> None:
     """Weights below 16 bits beside floats: bytes, KL of what they predict, ms a token, in turns."""
     cores, dtype = start((), machine, None)
-    from jkv.bench import forms as kept
-    from jkv.bench import results
+    from jkv.bench import environment
+    from jkv.bench import weight_formats as kept
     from jkv.eval import corpora
     from jkv.io.load import check_weights, load, read
 
@@ -142,10 +142,10 @@ def forms(
     tokenizer = read(model).tokenizer
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer: give a model that reads text")
-    texts = corpora.windows(tokenizer.encode(corpora.text("pydoc")), 320, samples, results.SEED)
+    texts = corpora.windows(tokenizer.encode(corpora.text("pydoc")), 320, samples, environment.SEED)
     found = partial(kept.rows, lambda x: load(model, dtype, weights=x), asked, texts, 256)
     says = lambda r: f"{r['weights']}: {r['ms']:.1f} ms a token"  # noqa: E731
-    about = results.meta(model, cores, dtype=dtype, corpus="pydoc", prefix=256, rest=64, samples=samples)
+    about = environment.meta(model, cores, dtype=dtype, corpus="pydoc", prefix=256, rest=64, samples=samples)
     measure(len(asked), found, says, kept.table, about, machine.out)
 
 
@@ -164,22 +164,22 @@ def guesses(
 ) -> None:
     """Decoding with drafts beside plain decoding, in turns: ms a token, tokens a pass, by kind of text."""
     cores, dtype = start((cache,), machine, None)
-    from jkv.bench import drafts, results
-    from jkv.generation.named import drafter
+    from jkv.bench import environment, speculative
     from jkv.io.load import load
+    from jkv.speculative.build import drafter
 
     asked, params = draft or ["suffix", "recycle"], load(model, dtype)
     if params.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer: give a model that reads text")
     for x in asked:
         drafter(x, params)
-    found = partial(drafts.rows, params, cache, asked, samples, new, rounds)
+    found = partial(speculative.rows, params, cache, asked, samples, new, rounds)
     if context:
-        found = partial(drafts.long, params, cache, asked, batch, context, new, rounds)
+        found = partial(speculative.long, params, cache, asked, batch, context, new, rounds)
     says = lambda r: f"{r['kind']}, {r['draft']}: {r['speedup']:.2f}x"  # noqa: E731
     how = {"batch": batch, "context": context} if context else {"samples": samples}
-    about = results.meta(model, cores, dtype=dtype, cache=cache, **how, new=new, rounds=rounds)
-    measure(len(asked) * (1 if context else len(drafts.KINDS)), found, says, drafts.table, about, machine.out)
+    about = environment.meta(model, cores, dtype=dtype, cache=cache, **how, new=new, rounds=rounds)
+    measure(len(asked) * (1 if context else len(speculative.KINDS)), found, says, speculative.table, about, machine.out)
 
 
 @app.command("serve")
@@ -202,7 +202,7 @@ def serving(
     if unknown := [name for name, *_ in peers if name != "transformers"]:
         raise ValueError(f"--vs {unknown[0]}: transformers, the only server beside jkv's")
     cores, dtype = start(specs, machine, None, vs="transformers" if peers else None)
-    from jkv.bench import results
+    from jkv.bench import environment
     from jkv.bench import serve as under
     from jkv.io.load import read
 
@@ -222,7 +222,7 @@ def serving(
                 yield {"server": f"{name} {options}".strip(), "clients": clients, **under.row(answers, held, elapsed)}
 
     says = lambda r: f"{r['server']}, {r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
-    about = results.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)
+    about = environment.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)
     measure(1 + len(peers), found, says, under.table, about, machine.out)
 
 
@@ -251,16 +251,16 @@ def kernel(
     cores, dtype = start(specs, machine, dtype)
     from jkv import kernels as own
     from jkv import models
+    from jkv.bench import environment, model_shapes
     from jkv.bench import kernel as alone
-    from jkv.bench import results, shapes
 
     names = kernels or list(dict.fromkeys(["xla", own.native()]))
     alone.check(op, names, versus)
-    model = models.read_config(shapes.find(shape))
+    model = models.read_config(model_shapes.find(shape))
     total = len(specs) * len(contexts) * (len(names) + len(alone.DENSE) + len(versus))
     found = partial(alone.rows, specs, names, versus, model, contexts, batch=batch, dtype=dtype, rounds=rounds)
     says = lambda r: f"{r['implementation']}, {r['cache']} at {r['context']}: {r['ms']:.3f} ms"  # noqa: E731
-    about = results.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
+    about = environment.meta(shape, cores, operation=op, dtype=dtype, rounds=rounds)
     measure(total, found, says, alone.table, about, machine.out)
 
 
@@ -275,15 +275,15 @@ def hardware(
     Both files have every row as soon as it is measured. The exit code is 1 if anything is wrong or failed.
     """
     cores = use_cores(None)
+    from jkv.bench import environment
     from jkv.bench import hardware as asking
-    from jkv.bench import results
     from jkv.io.load import dtype_of
 
     floats = dtype_of(dtype)
     for name in (asking.FILE, asking.PAGE):
-        results.check_path(out / name)
+        environment.check_path(out / name)
     size = asking.size_of(floats)
-    record = asking.Record(out, results.meta(size.shape, cores, dtype=floats, size=vars(size)))
+    record = asking.Record(out, environment.meta(size.shape, cores, dtype=floats, size=vars(size)))
     asking.measured(size, floats, record, lambda text: print(text, file=sys.stderr, flush=True))
     if record.problem:
         raise OSError(record.problem)
@@ -309,8 +309,8 @@ def growth(
     specs = cache or ["streaming(budget=256)"]
     cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
-    from jkv.bench import growth as growing
-    from jkv.bench import results
+    from jkv.bench import environment
+    from jkv.bench import long_context as growing
     from jkv.generation import inspect
 
     if plot is not None:
@@ -320,7 +320,7 @@ def growth(
     growing.check(specs, at, over, models.read_config(source.config))
     load = partial(build, o, source, dtype)
     says = lambda r: f"{r['cache']} at {r['tokens']}: {r['ms']:.2f} ms"  # noqa: E731
-    about = results.meta(name, cores, dtype=dtype, weights=o.weights, over=over)
+    about = environment.meta(name, cores, dtype=dtype, weights=o.weights, over=over)
     found = lambda: growing.rows(load(), specs, at, over)  # noqa: E731
     rows = measure(len(specs) * len(at), found, says, growing.table, about, machine.out)
     if plot is not None:
@@ -347,14 +347,14 @@ def compare(
     cores, _ = start((), machine, vs="transformers")
     from jkv import models
     from jkv.bench import compare as comparing
-    from jkv.bench import results
+    from jkv.bench import environment
     from jkv.io.load import read
 
     lengths, prompts, source = context or [512, 2048, 4096], prompt or [512, 2048], read(model)
     comparing.check(models.read_config(source.config), lengths, prompts, steps)
     found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
     says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
-    about = results.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
+    about = environment.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
     measure(len(lengths) + 2 * len(prompts), found, says, comparing.table, about, machine.out)
 
 
@@ -378,14 +378,14 @@ def batch(
     from jkv import models
     from jkv.bench import batch as many
     from jkv.bench import compare as comparing
-    from jkv.bench import results
+    from jkv.bench import environment
     from jkv.io.load import read
 
     heads, source = shared if shared else [0, 512], read(model)
     comparing.check(models.read_config(source.config), [longest + max(heads)], [], new)
     found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
     says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
-    about = results.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
+    about = environment.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
     measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, machine.out)
 
 
@@ -399,8 +399,8 @@ def recommend(
     """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""
     from jkv import models
     from jkv.bench import recommend as choosing
-    from jkv.bench.shapes import config_of
-    from jkv.host.arguments import read_bytes
+    from jkv.bench.model_shapes import config_of
+    from jkv.utils.validation import read_bytes
 
     limit = read_bytes(memory)
     c = models.read_config(config_of(model))

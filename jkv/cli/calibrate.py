@@ -17,7 +17,7 @@ calibrate = typer.Typer(
 
 def _check_free(out: Path) -> None:
     """ValueError for a folder in which weights are already."""
-    from jkv.io.learned import CARD
+    from jkv.io.trained_weights import CARD
 
     if (out / CARD).exists():
         raise ValueError(f"{out} holds a {CARD} already: give another --out")
@@ -35,10 +35,10 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         dtype: Floats = "float32",
         weights: Weights = None,
     ) -> None:
-        from jkv.host import console
-        from jkv.io import learned
+        from jkv.io import trained_weights
         from jkv.io.load import load
-        from jkv.training import channels, heads, moments, queries, sensitivity
+        from jkv.training.calibrate import channels, heads, moments, queries, sensitivity
+        from jkv.utils import console
 
         _check_free(out)
         params = load(model, dtype, None, weights)
@@ -54,8 +54,10 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
         wide = {"moments": moments.wide, "sensitivity": sensitivity.wide}.get(name, lambda _: name == "queries")
         with console.progress(steps.get(name, texts)) as say:
             arrays, told = methods[name](params, texts, length, seed, say)
-        card = dict(method=name, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
-        learned.write(out, arrays, card | told, wide)
+        card = dict(
+            method=name, model=trained_weights.identities(params), name=model, texts=texts, length=length, seed=seed
+        )
+        trained_weights.write(out, arrays, card | told, wide)
         print(f"found: {out}")
 
     calibrate.command(name, help=about)(command)
@@ -90,15 +92,15 @@ def layers(
 ) -> None:
     import numpy as np
 
-    from jkv.host import console
-    from jkv.host.arguments import read_bytes
-    from jkv.io import learned
+    from jkv.io import trained_weights
     from jkv.io.load import load
-    from jkv.methods.plans import METHOD, alike
-    from jkv.training import data
-    from jkv.training.measured import Measured
-    from jkv.training.moments import SOURCES
-    from jkv.training.plans import CANDIDATES, Search
+    from jkv.methods.layer_plan import METHOD, alike
+    from jkv.training.calibrate.layer_plan import CANDIDATES, Search
+    from jkv.training.calibrate.moments import SOURCES
+    from jkv.training.data import corpora as data
+    from jkv.training.resumable_search import Measured
+    from jkv.utils import console
+    from jkv.utils.validation import read_bytes
 
     _check_free(out)
     asked, most = tuple(candidate or CANDIDATES), read_bytes(bytes)
@@ -109,8 +111,10 @@ def layers(
     kept = Measured(out / "measured.json", search.what(ids))  # a killed search goes on from there
     with console.progress(search.steps) as say:
         arrays, told = search.run(ids, say, kept)
-    card = dict(method=METHOD, model=learned.identities(params), name=model, texts=texts, length=length, seed=seed)
-    learned.write(out, arrays, card | told)
+    card = dict(
+        method=METHOD, model=trained_weights.identities(params), name=model, texts=texts, length=length, seed=seed
+    )
+    trained_weights.write(out, arrays, card | told)
     kept.remove()
     print(f"{told['bytes']:,} bytes, KL {told['kl']:.4g}; the same in all layers:")
     for row in told["uniform"]:
@@ -132,13 +136,14 @@ def bitstack(
     import numpy as np
 
     from jkv.eval.results import digest
-    from jkv.host import console
     from jkv.io import bitstack as own
-    from jkv.io.identity import sampled
+    from jkv.io.fingerprint import sampled
     from jkv.io.load import load, read
-    from jkv.training import bitstack, data
-    from jkv.training.measured import Measured
-    from jkv.training.moments import SOURCES
+    from jkv.training.calibrate import bitstack
+    from jkv.training.calibrate.moments import SOURCES
+    from jkv.training.data import corpora as data
+    from jkv.training.resumable_search import Measured
+    from jkv.utils import console
 
     _check_free(out)
     if judged > texts:

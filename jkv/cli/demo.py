@@ -16,7 +16,7 @@ from rich.table import Table
 from jkv.cli.app import MODEL, one_line, show, status
 
 if TYPE_CHECKING:
-    from jkv.generation.report import Report
+    from jkv.generation.receipt import Report
 
 CACHE = "snapkv(budget=512) | int4"
 NEW = 64

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jkv.cli import answers
-from jkv.cli.evaluating import Catalogue, drawn, setting, show
-from jkv.cli.forms import weights
+from jkv.cli import eval_tasks
+from jkv.cli.eval_common import Catalogue, drawn, setting, show
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
 from jkv.cli.pack import pack, unpack
 from jkv.cli.tokens import tokens
-from jkv.host import console
+from jkv.cli.weight_formats import weights
+from jkv.utils import console
 
 if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
@@ -184,7 +184,7 @@ def _check_spared(s: Setting, spared: int) -> None:
         raise ValueError(f"--spared {spared}: 0 or more, and fewer than the model's {layers} layers")
 
 
-for command in answers.COMMANDS:
+for command in eval_tasks.COMMANDS:
     app.command()(command)
 
 RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare")
@@ -201,8 +201,8 @@ def reuse(
 ) -> None:
     """Texts that were read before, in prompts: KL and needles beside prompts read whole, and tokens read."""
     from jkv.eval import experiments
-    from jkv.eval.reuse import BEDS, summed
-    from jkv.generation.renewals import renewal
+    from jkv.eval.chunk_reuse import BEDS, summed
+    from jkv.prefix_cache.recompute import renewal
 
     renews = renew or list(RENEWS)
     if bed not in BEDS:
@@ -236,13 +236,13 @@ def store(
     out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Also write the rows to this file.")] = None,
 ) -> None:
     """What a store would have found of a trace of prompts, by what goes first when it is full; no model runs."""
-    from jkv.bench.results import check_path
+    from jkv.bench.environment import check_path
     from jkv.eval.results import PACKAGES, digest
-    from jkv.eval.store import encoder, rows
-    from jkv.eval.store import trace as read
-    from jkv.host.results import versions, write
-    from jkv.io.evict import policy
-    from jkv.io.store import BLOCK
+    from jkv.eval.store_replay import encoder, rows
+    from jkv.eval.store_replay import trace as read
+    from jkv.prefix_cache.store import BLOCK
+    from jkv.prefix_cache.store_eviction import policy
+    from jkv.utils.json_results import versions, write
 
     orders = evict or ["lru", "belady"]
     for text in orders:
@@ -267,7 +267,7 @@ def report(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="One page to explore; it needs no network.")] = None,
 ) -> None:
     """One table of result files, their pictures, and a page to explore them."""
-    from jkv.eval.points import load, points
+    from jkv.eval.pareto import load, points
     from jkv.eval.report import table
 
     found = load(files)
@@ -281,7 +281,7 @@ def report(
     if plots is not None:
         drawn(found, plots)
     if html is not None:
-        from jkv.eval import page
+        from jkv.eval import html_page
 
-        page.write(measured, html)
+        html_page.write(measured, html)
         print(f"written: {html}")

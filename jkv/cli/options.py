@@ -61,7 +61,7 @@ class Stored:
 
     def open(self) -> Any:
         """A `jkv.Store`, or None; raises ValueError."""
-        from jkv.io.store import Store
+        from jkv.prefix_cache.store import Store
 
         if self.store is None:
             if self != Stored():

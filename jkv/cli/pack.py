@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jkv.cli.options import MODEL, Dtype, Model, Weights, flat
-from jkv.host.console import status
+from jkv.utils.console import status
 
 CACHE = "streaming(budget=512) | int4"
 
@@ -29,7 +29,7 @@ def pack(
         text = file.expanduser().read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {file} ({error}): give a UTF-8 text") from error
-    from jkv.bench.results import check_path
+    from jkv.bench.environment import check_path
     from jkv.eval import pack as own
     from jkv.io.load import load
     from jkv.methods import parse
@@ -52,7 +52,7 @@ def unpack(
     weights: Weights = None,
 ) -> None:
     """The text of a packed file, by the model and the cache that packed it."""
-    from jkv.bench.results import check_path
+    from jkv.bench.environment import check_path
     from jkv.eval import pack as own
     from jkv.io.load import load
 

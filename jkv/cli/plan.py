@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.cli.options import Chunk, Weights
-from jkv.host import console
+from jkv.utils import console
 
 if TYPE_CHECKING:
-    from jkv.plan.programs import Program
-    from jkv.plan.target import Target
+    from jkv.aot.memory_estimate import Program
+    from jkv.aot.targets import Target
 
 NUMBERS = (
     "what",
@@ -60,20 +60,20 @@ def plan(
     """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free
     from jkv import methods
-    from jkv.bench import results
-    from jkv.plan.programs import TRIES, Job, gib, programs
-    from jkv.plan.programs import largest as search
-    from jkv.plan.target import target
+    from jkv.aot.memory_estimate import TRIES, Job, gib, programs
+    from jkv.aot.memory_estimate import largest as search
+    from jkv.aot.targets import target
+    from jkv.bench import environment
 
     subject = _subject(model, dtype, weights)
-    results.check_path(out)
+    environment.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
     longest = subject["model"].context
     if context > longest:
         raise ValueError(f"--context {context}: the context of {model} is {longest}; give less")
     machine = target(topology)
     sizes: dict[str, Any] = dict(batch=batch, context=context, chunk=chunk)
-    about = results.meta(model, 1, topology=topology, dtype=dtype, **sizes)
+    about = environment.meta(model, 1, topology=topology, dtype=dtype, **sizes)
     about |= {} if weights is None else {"weights": weights}
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
@@ -86,7 +86,7 @@ def plan(
                 say(f"{config}, {program.what}: {program.refused or f'{gib(program.peak)} GiB at the peak'}")
                 rows.append((str(config), program))
                 numbers = [{"cache": c, "bytes": p.cache} | {k: vars(p)[k] for k in NUMBERS} for c, p in rows]
-                results.save(out, about, numbers)
+                environment.save(out, about, numbers)
     if rows:
         _show(rows, machine, costs, collectives)
 
@@ -96,9 +96,9 @@ def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from jkv import models
-    from jkv.bench.shapes import SHAPES
+    from jkv.bench.model_shapes import SHAPES
     from jkv.io.load import check_dtype, check_weights, kept, read
-    from jkv.io.source import Source
+    from jkv.io.model_source import Source
 
     check_dtype(dtype)
     check_weights(weights)
@@ -109,8 +109,8 @@ def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
 
 def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collectives: bool) -> None:
     """The tables of the programs that were compiled, and what the compiler says of those that it refused."""
-    from jkv.plan import programs as plan
-    from jkv.plan.collectives import table as messages
+    from jkv.aot import memory_estimate as plan
+    from jkv.aot.collectives import table as messages
 
     console.show(plan.table(rows, machine))
     if costs:

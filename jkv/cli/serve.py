@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, Stored, Weights, flat
-from jkv.host.console import status
-from jkv.host.extras import install
+from jkv.utils.console import status
+from jkv.utils.optional_deps import install
 
 TOKEN = "JKV_TOKEN"  # the environment variable with what a caller has to bear
 
@@ -55,12 +55,12 @@ def serve(
     for text in given:
         parse(text)
     try:
-        from jkv.serve.run import serve as run
+        from jkv.serve.server import serve as run
     except ImportError as error:
         raise ImportError(f"jkv serve needs {error.name}: {install('serve')}") from error
     from jkv.io import load as loading
-    from jkv.serve.app import Access
-    from jkv.serve.maker import Limits
+    from jkv.serve.batches import Limits
+    from jkv.serve.routes import Access
 
     with status("loading"):
         params = chat_options.give(loading.load(model, dtype, None, weights, prefill_dtype))

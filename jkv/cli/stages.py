@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from jkv.cli.measuring import measure
+from jkv.cli.bench_common import measure
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
@@ -34,13 +34,13 @@ def stages(
     ] = None,
 ) -> None:
     """Simulate each division of processes into those that prefill and those that decode: which is in time how often?"""
-    from jkv.bench import results
-    from jkv.bench import stages as simulated
+    from jkv.bench import disaggregated as simulated
+    from jkv.bench import environment
 
     costs, lengths = simulated.measured(job, inf if every is None else every)
     rates = rate or list(RATES)
-    results.check_path(out)
+    environment.check_path(out)
     found = partial(simulated.rows, costs, lengths, requests, workers, rates, first, later)
-    about = results.meta(str(job), 1, workers=workers, first=first, later=later, requests=requests, every=every)
+    about = environment.meta(str(job), 1, workers=workers, first=first, later=later, requests=requests, every=every)
     says = lambda r: f"{r['prefill']} + {r['decode']}, {r['rate']:g} a second: {r['share']:.0%} in time"  # noqa: E731
     measure((workers - 1) * len(rates), found, says, simulated.table, about, out)

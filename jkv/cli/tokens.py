@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from jkv.cli.options import Compared, Text, flat
-from jkv.host import console
+from jkv.utils import console
 
 
 @flat
@@ -20,11 +20,11 @@ def tokens(
     megabytes: Annotated[list[float] | None, typer.Option(help="To train each on; repeatable. Default: 1.")] = None,
 ) -> None:
     """Entropies of a tokenizer's tokens, bits by the model, and bytes of keys and values for a byte of text."""
-    from jkv.bench.results import check_path
+    from jkv.bench.environment import check_path
     from jkv.eval import corpora, experiments
     from jkv.eval import tokens as own
     from jkv.eval.results import digest
-    from jkv.host.results import versions, write
+    from jkv.utils.json_results import versions, write
 
     model = {"--text": text.text, "--tokens": text.tokens, "--cache": o.cache, "--weights": o.weights}
     model |= {"--dtype": o.dtype, "--mesh": o.mesh}

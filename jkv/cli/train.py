@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from jkv.cli.options import MODEL, Floats, Model, Weights, flat
-from jkv.host.extras import install
+from jkv.utils.optional_deps import install
 
 train = typer.Typer(
     no_args_is_help=True,
@@ -267,13 +267,13 @@ def _trained(kind: Any) -> None:
         if chosen.get("start") is not None and getattr(ctx.get_parameter_source("width"), "name", "") == "COMMANDLINE":
             raise ValueError("--width is that of the weights in --start: leave it out")
         try:
-            from jkv.training import methods, trainer
+            from jkv.training import commands, trainer
         except ImportError as error:
             raise ImportError(f"training needs optax and orbax ({error}); {install('train')}") from error
         given = {k: x for k, x in vars(run).items() if k not in ("corpus", "dtype", "weights")}
         given |= dict(corpora=tuple(run.corpus or ("pydoc", "stdlib")), start=chosen.pop("start", None), name=name)
         params = trainer.loaded(run.model, run.dtype, chosen.get("batch", 1), run.weights)
-        methods.METHODS[name](methods.Run(params=params, **given), **chosen)
+        commands.METHODS[name](commands.Run(params=params, **given), **chosen)
 
     command.__annotations__["settings"] = kind
     train.command(name, help=kind.__doc__)(flat(command))
@@ -291,11 +291,11 @@ def continuing(
 ) -> None:
     """Which conversations go on, for a store that is full: a small network over a prompt's last tokens."""
     try:
-        from jkv.training import continuing as predictor
+        from jkv.training.recipes import lpc as predictor
     except ImportError as error:
         raise ImportError(f"training needs optax ({error}); {install('train')}") from error
-    from jkv.eval.store import encoder
-    from jkv.eval.store import trace as read
+    from jkv.eval.store_replay import encoder
+    from jkv.eval.store_replay import trace as read
 
     for name, value in predictor.train(read(trace, encoder(model)), out, steps, rate, width, seed).items():
         print(f"{name}: {value}")

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import per, put, take, take_along
-from jkv.attention import context
+from jkv.attention import context_parallel
 from jkv.attention.evidence import Evidence, evidence, watched, watching
 from jkv.attention.sinks import packed_order
-from jkv.attention.tiers import acting, after
-from jkv.core.admit import admit, losers
-from jkv.core.contest import contest, in_use, pooled
+from jkv.attention.tier_attention import acting, after
+from jkv.cache.cache import Counts, LayerCache, Observation, Tier, Window
+from jkv.cache.spec import LayerConfig
+from jkv.core.eviction import contest, in_use, pooled
 from jkv.core.merge import Newcomers, evicted, merged, remembered
-from jkv.memory.cache import Counts, LayerCache, Observation, Tier, Window
-from jkv.memory.layer import LayerConfig
+from jkv.core.slot_writes import admit, losers
 from jkv.protocols import Columns, Queries
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Traced once for all layers that are alike: somebody waits for the program.
 @partial(jax.jit, static_argnames=("model", "fresh"))
-@jax.named_scope("flush")  # programs are read by such names, see plan/hlo.py
+@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
 def flush(
     layer: LayerCache,
     window: Window,
@@ -87,7 +87,7 @@ def flush(
 
 def _known(tier: Tier) -> Tier:
     """The tier with what all devices know of all slots; codes and summaries stay where they are."""
-    pos, columns, at, head = context.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
+    pos, columns, at, head = context_parallel.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
     return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import put, take, take_along
-from jkv.arrays.tree import value
-from jkv.attention import context
+from jkv.arrays.pytree import value
+from jkv.attention import context_parallel
 from jkv.attention.evidence import Evidence
-from jkv.attention.tiers import write
-from jkv.memory import codes
-from jkv.memory.cache import Tier
-from jkv.memory.layer import LayerConfig, TierConfig
+from jkv.attention.tier_attention import write
+from jkv.cache import codec_map
+from jkv.cache.cache import Tier
+from jkv.cache.spec import LayerConfig, TierConfig
 from jkv.protocols import Code, Codec, Columns, Lost, Merge
 
 
@@ -87,7 +87,7 @@ def evicted(new: Newcomers, ev: Evidence) -> Lost:
 
 
 def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:
-    return codes.decode(codec, jax.tree.map(lambda x: context.read(x, index, tier.axes), code))
+    return codec_map.decode(codec, jax.tree.map(lambda x: context_parallel.read(x, index, tier.axes), code))
 
 
 def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
@@ -96,7 +96,7 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
 
     def stored(old: Code, codec: Codec, x: Array) -> Code:
         dtype = jax.tree.leaves(old)[0].dtype
-        fresh = codes.encode(codec, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
+        fresh = codec_map.encode(codec, x.astype(dtype if jnp.issubdtype(dtype, jnp.floating) else x.dtype))
         return jax.tree.map(lambda a, y: write(a, slot, y, tier, config), old, fresh)
 
     return replace(tier, k=stored(tier.k, config.k, k), v=stored(tier.v, config.v, v))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import static, value
-from jkv.host.arguments import numbers
+from jkv.arrays.pytree import static, value
+from jkv.utils.validation import numbers
 
 SEEDS = -(1 << 63), (1 << 64) - 1  # the least and the largest, as other servers take them
 LOST = -2  # the token of a row whose logits have a NaN: nothing can be drawn, and the row ends

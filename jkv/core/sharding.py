@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jkv.cache.cache import Cache, Decoding, Tier
+from jkv.cache.offload import is_far
+from jkv.cache.offload_memory import KIND
 from jkv.kernels import CONTEXT, HEADS, ROWS
-from jkv.memory.cache import Cache, Decoding, Tier
-from jkv.memory.lines import KIND
-from jkv.memory.pages import is_far
 from jkv.models import ModelConfig, Params
-from jkv.models.params import EACH
-from jkv.models.states import State
+from jkv.models.layers.recurrent_state import State
+from jkv.models.weights.params import EACH
 
 
 def unit(devices: Sequence[Any], model: ModelConfig) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.host.extras import install
 from jkv.io.errors import FetchError
+from jkv.utils.optional_deps import install
 
 # Not text of its own (tests, a copy of the topics) or different on each machine (what the build has left).
 _SKIPPED = {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "pydoc_data"}

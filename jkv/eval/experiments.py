@@ -10,22 +10,23 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core.compiled import forget
-from jkv.eval import corpora, measure, niah, shared, tasks
-from jkv.eval.attention import recovered
-from jkv.eval.codecs import Codecs, outlying
-from jkv.eval.picks import asked
-from jkv.eval.picks import recovered as of_picks
-from jkv.eval.replay import LIMIT, Prefills
+from jkv.core.compilation import forget
+from jkv.eval import corpora, tasks
+from jkv.eval import quality as quality_eval
+from jkv.eval.attention_recall import recovered
+from jkv.eval.chunk_reuse import BEDS, WHOLE, beginnings, drift, quality, times
+from jkv.eval.codec_error import Codecs, outlying
+from jkv.eval.prefill_replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
-from jkv.eval.reuse import BEDS, WHOLE, beginnings, drift, quality, times
-from jkv.eval.tasks import Example
-from jkv.host.results import versions
-from jkv.io.identity import fingerprint
+from jkv.eval.selector_recall import asked
+from jkv.eval.selector_recall import recovered as of_picks
+from jkv.eval.tasks import Example, niah, scbench
+from jkv.io.fingerprint import fingerprint
 from jkv.methods import CATALOGUE, parse
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.models.weights import forms
+from jkv.models.weights.linear import forms
+from jkv.utils.json_results import versions
 
 KEEPS = (0.5, 0.25, 0.125)
 Say = Callable[[str], None]  # takes what was just measured
@@ -147,8 +148,8 @@ def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bo
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
     found = s.results("ppl", [ids.tobytes()], source=source, **how)
     prefills = Prefills(limit=LIMIT if len(s.caches) > 1 else 0)
-    about = measure.Texts(ids, prefix, frozen, s.batch, prefills)
-    s.each(found, say, [{"task": f"ppl/{source}"}], lambda config, _: measure.perplexity(s.params, config, about))
+    about = quality_eval.Texts(ids, prefix, frozen, s.batch, prefills)
+    s.each(found, say, [{"task": f"ppl/{source}"}], lambda config, _: quality_eval.perplexity(s.params, config, about))
     return found
 
 
@@ -171,7 +172,7 @@ def endless(s: Setting, ids: np.ndarray, source: str, points: int, prefix: int, 
         keys = [{"cache": cache, "task": f"endless/{source}", "after": end} for end in ends]
         if all(found.find(**key) for key in keys):  # what is far goes through what is near
             continue
-        for key, row in zip(keys, measure.endless(s.params, parse(cache), ids, ends, prefix, rest), strict=True):
+        for key, row in zip(keys, quality_eval.endless(s.params, parse(cache), ids, ends, prefix, rest), strict=True):
             if found.find(**key) is None:
                 found.add(key | row)
             say(f"{cache} after {key['after']:,}")
@@ -186,7 +187,7 @@ def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool
     key = {"task": f"fidelity/{source}"}
     if all(found.find(cache=cache, **key) for cache in s.caches):
         return found
-    beside = measure.Fidelity(s.params, measure.Texts(ids, prefix, frozen, s.batch))
+    beside = quality_eval.Fidelity(s.params, quality_eval.Texts(ids, prefix, frozen, s.batch))
     s.each(found, say, [key], lambda config, _: beside(config, layers))
     return found
 
@@ -239,7 +240,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
                 f"{config} reads a prompt as fewer tokens, at other places than the full model: their attention cannot "
                 "be compared token by token; jkv eval fidelity and its tasks take it"
             )
-        for rows, count in measure.batches(len(ids), s.batch):
+        for rows, count in quality_eval.batches(len(ids), s.batch):
             cache = prefill(s.params, config, ids[rows][:, :prefix], ids.shape[1] - prefix)[0]
             share, read = recovered(s.params, cache, ids[rows])
             shares.append(share[:, :, :count])
@@ -287,7 +288,7 @@ def count(params: Params, turns: int = 1) -> Callable[[str], int]:
     tokenizer = params.tokenizer
     if tokenizer is None:
         raise ValueError("tasks need a tokenizer: this model was built without one")
-    extra = turns * measure.overhead(params)
+    extra = turns * quality_eval.overhead(params)
     return lambda text: len(tokenizer.encode(text)) + extra
 
 
@@ -304,14 +305,14 @@ def _asked(
     seen: Sequence[bool],
 ) -> Results:
     """Asks the questions of each task, `row` is its Task by its name in `made`."""
-    prompts = {name: [measure.cut(s.params, e) for e in examples] for name, examples in made.items()}
+    prompts = {name: [quality_eval.cut(s.params, e) for e in examples] for name, examples in made.items()}
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
         task, aware = row(key["task"]), key["question"] == "seen"
-        answers, cost = measure.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
+        answers, cost = quality_eval.answer(s.params, config, prompts[key["task"]], task.new, aware, s.batch)
         got = [task.score(text, e.answers) for text, e in zip(answers, made[key["task"]], strict=True)]
         about = {"score": round(float(np.mean(got)), 4), "samples": len(got)}
-        return {**about, **vars(measure.mean(cost)), "said": answers}
+        return {**about, **vars(quality_eval.mean(cost)), "said": answers}
 
     s.each(found, say, _rows(made, seen), run)
     return found
@@ -356,28 +357,32 @@ def needle(
 
 def context(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> int:
     """Tokens of the contexts of sessions, their mean: what a budget is a share of, and the questions are not in it."""
-    counted = count(params, shared.TURNS + 1)
-    made = [x for n in names for x in shared.sessions(n, length, samples, seed, counted)]
-    return round(float(np.mean([len(measure.cut(params, x.turns[0])[0]) for x in made])))
+    counted = count(params, scbench.TURNS + 1)
+    made = [x for n in names for x in scbench.sessions(n, length, samples, seed, counted)]
+    return round(float(np.mean([len(quality_eval.cut(params, x.turns[0])[0]) for x in made])))
 
 
 def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes: Sequence[str], say: Say) -> Results:
     """One row a cache, session and mode; see `measure.converse`."""
-    counted = count(s.params, shared.TURNS + 1)
-    made = {n: shared.sessions(n, length, samples, s.seed, counted) for n in names}
+    counted = count(s.params, scbench.TURNS + 1)
+    made = {n: scbench.sessions(n, length, samples, s.seed, counted) for n in names}
     found = s.results("multiturn", [x.text for some in made.values() for x in some], length=length, samples=samples)
     rows = [
-        {"task": f"multiturn/{n}", "mode": mode, "ability": shared.SESSIONS[n].ability} for n in names for mode in modes
+        {"task": f"multiturn/{n}", "mode": mode, "ability": scbench.SESSIONS[n].ability}
+        for n in names
+        for mode in modes
     ]
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
-        task = shared.SESSIONS[key["task"].split("/")[1]]
+        task = scbench.SESSIONS[key["task"].split("/")[1]]
         got, honest, cost = [], [], []
         for session in made[task.name]:
-            *answers, last = (found := measure.converse(s.params, config, session, task.new, key["mode"], s.batch))[0]
+            *answers, last = (
+                found := quality_eval.converse(s.params, config, session, task.new, key["mode"], s.batch)
+            )[0]
             cost.append(found[1])
             got.append([task.score(text, e.answers) for text, e in zip(answers, session.turns, strict=True)])
-            honest.append(measure.honest(session, last))
+            honest.append(quality_eval.honest(session, last))
         by_turn = np.mean(got, 0)
         return {
             "question": "seen" if key["mode"] == "rebuilt" else "unseen",
@@ -386,7 +391,7 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
             "honest": round(float(np.mean(honest)), 4),
             "samples": len(got),
             "answers": len(got) * len(by_turn),
-            **vars(measure.mean(cost)),
+            **vars(quality_eval.mean(cost)),
         }
 
     s.each(found, say, rows, run)

@@ -12,18 +12,18 @@ from jax import Array
 from rich.box import MARKDOWN
 from rich.table import Table
 
-from jkv.arrays.narrow import narrow
+from jkv.arrays.x32 import narrow
+from jkv.cache.cache import Cache, layer_kept
 from jkv.generation.api import extend, generate, prefill
-from jkv.generation.asked import composition, model
-from jkv.generation.prompts import stop_ids_of
-from jkv.generation.report import kept_by_row
+from jkv.generation.arguments import composition, model
+from jkv.generation.receipt import kept_by_row
 from jkv.generation.score import followed
-from jkv.host import console
-from jkv.host.extras import install
-from jkv.io.identity import fingerprint
-from jkv.memory.cache import Cache, layer_kept
+from jkv.io.fingerprint import fingerprint
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.prompts.tokenization import stop_ids_of
+from jkv.utils import console
+from jkv.utils.optional_deps import install
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  an extra

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.eval.dataset import Asked
+from jkv.eval.kvpress_dataset import Asked
 from jkv.eval.results import Results
-from jkv.host.results import overwrite
-from jkv.methods.text import parse
+from jkv.methods.parser import parse
+from jkv.utils.json_results import overwrite
 
 SIZES = ("kept", "context", "bytes", "bytes_full")
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from jkv.eval.results import digest
 from jkv.generation.api import prefill
-from jkv.generation.steps import step
-from jkv.host.results import versions
-from jkv.io import checkpoint
+from jkv.generation.step import step
+from jkv.io import array_file
 from jkv.io.errors import FormatError
-from jkv.io.identity import fingerprint
-from jkv.io.transit import streams
+from jkv.io.fingerprint import fingerprint
 from jkv.methods import parse
 from jkv.models import Params
+from jkv.prefix_cache.store_codec import streams
+from jkv.utils.json_results import versions
 
 KIND = "text by probabilities"
 
@@ -49,7 +49,7 @@ def pack(params: Params, text: str, cache: str, path: Path) -> int:
         return token
 
     _walk(params, cache, len(ids), choose)
-    checkpoint.write(path, {"words": coder.get_compressed()}, _meta(params, cache, len(ids)) | {"ids": _ids(ids)})
+    array_file.write(path, {"words": coder.get_compressed()}, _meta(params, cache, len(ids)) | {"ids": _ids(ids)})
     return len(ids)
 
 
@@ -57,7 +57,7 @@ def unpack(params: Params, path: Path) -> str:
     """The text of a file of `pack`. Raises ValueError for one that is cut or none of its own, for one of another model,
     jax or processor, and where this machine computes other probabilities all the same."""
     try:
-        arrays, meta = checkpoint.read(path)
+        arrays, meta = array_file.read(path)
     except FormatError as error:
         raise ValueError(str(error).replace("write the checkpoint again", "pack the text again")) from error
     if meta.get("kind") != KIND or set(arrays) != {"words"}:

@@ -11,8 +11,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from jkv.eval.points import Point, Row, pareto
-from jkv.io.figures import blank
+from jkv.eval.pareto import Point, Row, pareto
+from jkv.utils.plotting import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def layers(row: Row) -> Figure:
 
 def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
     """All pictures of these rows and of their points, as PNG files in a folder."""
-    from jkv.eval.multiples import multiples, picked  # the catalogue, and so jax
+    from jkv.eval.small_multiples import multiples, picked  # the catalogue, and so jax
 
     out.mkdir(parents=True, exist_ok=True)
     made: list[tuple[str, Figure]] = []

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jkv.host.locks import locked
-from jkv.host.results import finite, write
+from jkv.utils.file_locks import locked
+from jkv.utils.json_results import finite, write
 
 PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
 

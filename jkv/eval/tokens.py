@@ -12,9 +12,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from jkv.eval import corpora, measure
+from jkv.eval import corpora, quality
 from jkv.eval.experiments import Say, Setting
-from jkv.eval.replay import LIMIT, Prefills
+from jkv.eval.prefill_replay import LIMIT, Prefills
 from jkv.eval.results import Results
 
 ORDERS = 5  # tokens of the longest n-grams
@@ -86,10 +86,10 @@ def measured(s: Setting, ids: np.ndarray, source: str, prefix: int, text: str, s
     if found.find(**key) is None:
         found.add(key | stream(tokenizer.encode(text), len(text.encode()), tokenizer.vocab_size))
     sizes = [[len(tokenizer.decode(x).encode()) for x in part] for part in (ids[:, :prefix], ids[:, prefix:])]
-    about = measure.Texts(ids, prefix, False, s.batch, Prefills(limit=LIMIT if len(s.caches) > 1 else 0))
+    about = quality.Texts(ids, prefix, False, s.batch, Prefills(limit=LIMIT if len(s.caches) > 1 else 0))
 
     def run(config: Any, _: Any) -> dict[str, Any]:
-        row = measure.perplexity(s.params, config, about)
+        row = quality.perplexity(s.params, config, about)
         bits = math.log2(row["ppl"])
         more = {"bits_token": bits, "bits_byte": bits * ids[:, prefix:].size / sum(sizes[1])}
         more["kv_byte"] = row["bytes"] * len(ids) / sum(sizes[0])

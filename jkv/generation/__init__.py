@@ -1,1 +1,4 @@
-"""Text in, text and receipt out: host code around the core."""
+"""Text in, text and receipt out.
+
+Entry points: `api.generate`, `api.stream`, `score.score`. Must not import engine, batch or serve.
+"""

@@ -8,21 +8,21 @@ from typing import Any
 
 from jax import Array
 
-from jkv.arrays.narrow import narrow
-from jkv.generation.asked import Asked, Until, asked, composition, fit, model, stored
-from jkv.generation.drafters import Drafter
-from jkv.generation.generating import Generation, Result
-from jkv.generation.passages import Passages, kind
-from jkv.generation.prefill import extended, prefilled
-from jkv.generation.prompts import Prompt, encode
-from jkv.generation.stops import Transcript
-from jkv.host.arguments import count, short
-from jkv.host.notes import note
-from jkv.host.records import told
-from jkv.io.store import Store
-from jkv.memory.cache import Cache
+from jkv.arrays.x32 import narrow
+from jkv.cache.cache import Cache
+from jkv.cache.disk_pages import told
+from jkv.generation.arguments import Asked, Until, asked, composition, fit, model, stored
+from jkv.generation.generate import Generation, Result
+from jkv.generation.stop_strings import Transcript
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.prefix_cache.chunk_reuse import Passages, kind
+from jkv.prefix_cache.store import Store
+from jkv.prompts.prefill import extended, prefilled
+from jkv.prompts.tokenization import Prompt, encode
+from jkv.speculative.proposer import Drafter
+from jkv.utils.notes import note
+from jkv.utils.validation import count, short
 
 ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
 

@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.arrays.narrow import narrow
+from jkv.arrays.x32 import narrow
+from jkv.cache.cache import Cache, Counts
+from jkv.cache.offload import is_far, settled
 from jkv.core import sharding
-from jkv.generation.prompts import reaching
-from jkv.generation.room import check_there
-from jkv.generation.sizes import layout
-from jkv.host.results import versions
-from jkv.io import checkpoint
+from jkv.io import array_file
 from jkv.io.errors import FormatError
-from jkv.io.identity import fingerprint, weights
-from jkv.memory.cache import Cache, Counts
-from jkv.memory.pages import is_far, settled
+from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods import parse
 from jkv.methods.config import MOST, CacheConfig
 from jkv.models import Params
+from jkv.prompts.allocation import layout
+from jkv.prompts.capacity import check_there
+from jkv.prompts.tokenization import reaching
 from jkv.protocols import LayerSize, Sizes
+from jkv.utils.json_results import versions
 
 _FIELDS = ("layers", "states", "counts", "fill")
 _AGAIN = "prefill the prompt again"
@@ -37,7 +37,7 @@ _LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's p
 @narrow
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
     """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
-    checkpoint.write(path, *packed(cache, params))
+    array_file.write(path, *packed(cache, params))
 
 
 def packed(cache: Cache, params: Params) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -73,7 +73,7 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
     model (with both fingerprints), of another jkv or of another shape, ValueError for a mesh that cannot divide it.
     """
     path, over = Path(path), sharding.over(params)
-    with checkpoint.opened(path) as (meta, _, read):
+    with array_file.opened(path) as (meta, _, read):
         config = config and replace(config, devices=meta.get("devices", 1))  # those of the file, wherever it goes
         cache = unpacked(path, meta, read, params, config)
     if over is None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jkv.io.figures import blank
-from jkv.memory.cache import Cache, LayerCache, tree_bytes
-from jkv.memory.pages import Pages, is_far
+from jkv.cache.cache import Cache, LayerCache, tree_bytes
+from jkv.cache.offload import Pages, is_far
 from jkv.protocols import Code, Codec
+from jkv.utils.plotting import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.narrow import narrow
-from jkv.generation import lost
+from jkv.arrays.x32 import narrow
+from jkv.cache.cache import Cache
+from jkv.generation import nan_check
 from jkv.generation.api import prefill
-from jkv.generation.asked import model
-from jkv.generation.follow import Follow, surprise
-from jkv.generation.prefill import extended
-from jkv.generation.prompts import Prompt, encode, encode_row
-from jkv.generation.report import kept_by_row
-from jkv.host.arguments import short
-from jkv.memory.cache import Cache
+from jkv.generation.arguments import model
+from jkv.generation.receipt import kept_by_row
+from jkv.generation.teacher_forcing import Follow, surprise
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.prompts.prefill import extended
+from jkv.prompts.tokenization import Prompt, encode, encode_row
+from jkv.utils.validation import short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def followed(
         found[:, here] = -surprise(part, jnp.asarray(forced[:, here]))
         best[:, here] = np.asarray(part.argmax(-1)) == forced[:, here]
         done = here.stop
-    lost.check_scores(params, found)
+    nan_check.check_scores(params, found)
     answers = [(found[i, : len(row)].tolist(), bool(best[i, : len(row)].all())) for i, row in enumerate(ids)]
     return answers, run.cache
 

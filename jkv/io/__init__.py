@@ -1,0 +1,1 @@
+"""Models and files: hubs, object stores, GGUF, safetensors, tokenizers, trained weights."""

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jkv.host import console
-from jkv.host.arguments import count, read_bytes
-from jkv.host.calls import read_call
-from jkv.host.results import finite, overwrite
-from jkv.io import checkpoint
+from jkv.io import array_file
 from jkv.io.errors import FormatError
-from jkv.io.identity import sampled
+from jkv.io.fingerprint import sampled
 from jkv.io.safetensors import read_json
 from jkv.models import ModelConfig, abstract, read_config
-from jkv.models.signed import RANK, Bitstack, Blocks, block_bytes, decompose, signed
+from jkv.models.weights.bitstack import RANK, Bitstack, Blocks, block_bytes, decompose, signed
+from jkv.utils import console
+from jkv.utils.call_syntax import read_call
+from jkv.utils.json_results import finite, overwrite
+from jkv.utils.validation import count, read_bytes
 
 if TYPE_CHECKING:
     from jkv.models import Params
-    from jkv.models.params import Tensors
-    from jkv.models.stacks import Stack
+    from jkv.models.weights.loading import Stack
+    from jkv.models.weights.params import Tensors
 
 NAME, CARD = "bitstack", "card.json"
 LEVELS = 16  # blocks of a matrix, at most
@@ -184,12 +184,12 @@ class Folder:
     def write(self, place: Place, blocks: Blocks) -> None:
         """The blocks of a matrix, whole or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(self.file(place), dict(zip(PARTS, blocks, strict=True)), dict(self.what))
+        array_file.write(self.file(place), dict(zip(PARTS, blocks, strict=True)), dict(self.what))
 
     def blocks(self, place: Place) -> Blocks:
         """All blocks of a matrix; FormatError for a file that is cut, of another run, or no numbers."""
         file = self.file(place)
-        with checkpoint.opened(file) as (meta, _, arrays):
+        with array_file.opened(file) as (meta, _, arrays):
             if meta != self.what:
                 raise broken(file, "it is of another run than the others of its folder")
             signs, left, right = (arrays(PARTS)[name] for name in PARTS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jkv.io.gguf import Rows
-from jkv.models.weights import Coded, Steps
+from jkv.models.weights.linear import Coded, Steps
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jkv.host.notes import note
 from jkv.io.errors import FormatError
 from jkv.io.gguf import File, Rows
 from jkv.io.gguf_keys import AGAIN, FOLDER, Metadata
 from jkv.io.gguf_parts import open_model
 from jkv.io.gguf_vocab import build_tokenizer
-from jkv.io.source import Source
+from jkv.io.model_source import Source
+from jkv.utils.notes import note
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 _MODEL_TYPES |= {"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"}

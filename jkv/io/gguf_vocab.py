@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jkv.host.notes import note
 from jkv.io.errors import FormatError, refusing
 from jkv.io.gguf_keys import AGAIN, FOLDER, NONE, Metadata
 from jkv.io.pretokenizers import CUTS, DEFAULT, Cut
 from jkv.io.tokenizer import Tokenizer
+from jkv.utils.notes import note
 
 if TYPE_CHECKING:
     import tokenizers

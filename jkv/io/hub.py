@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from jkv.host.disk import cache_dir
-from jkv.host.extras import install
 from jkv.io.errors import FetchError, FormatError
 from jkv.io.files import INDEX, read_json
 from jkv.io.layouts import other
+from jkv.utils.compile_cache import cache_dir
+from jkv.utils.optional_deps import install
 
 _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600.0

@@ -30,7 +30,7 @@ _BARE = (
     (_PICKLES, "its weights are pickled ({name}), which can run any code when read", "convert them to safetensors"),
     (r".*\.(h5|msgpack|onnx|npz|mlmodel|tflite)", "its weights are those of another program ({name})", _SAVE),
     (r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt", "it is an orbax checkpoint",
-     "restore it and give its arrays to jkv.io.trees.from_tree"),
+     "restore it and give its arrays to jkv.io.from_pytree.from_tree"),
 )  # fmt: skip
 
 

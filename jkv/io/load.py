@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jkv.arrays.narrow import narrow
-from jkv.host.notes import note
-from jkv.io import hub, remote
+from jkv.arrays.x32 import narrow
+from jkv.io import hub, object_store
 from jkv.io.files import refuse_pointer
-from jkv.io.source import Source
+from jkv.io.model_source import Source
+from jkv.utils.notes import note
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jkv.models import Params
-    from jkv.models.coding import Form
+    from jkv.models.weights.quantize import Form
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = ("int8", "int4", "file")
@@ -150,8 +150,8 @@ def load(
 
     from jkv.core import sharding
     from jkv.models import build, read_config
-    from jkv.models.coding import check_divided
-    from jkv.models.params import copied
+    from jkv.models.weights.params import copied
+    from jkv.models.weights.quantize import check_divided
 
     source, put = read(what), copied
     _note_slow(dtype)
@@ -182,7 +182,7 @@ def read(what: str | Path) -> Source:
         return read_gguf(hub.fetch(what))
     if isinstance(what, str) and what.startswith(HUB):
         return _read_repository(what.removeprefix(HUB))
-    path = remote.fetched(what) if remote.is_url(what) else Path(what).expanduser()
+    path = object_store.fetched(what) if object_store.is_url(what) else Path(what).expanduser()
     if path.is_dir():
         return _read_folder(path)
     if path.suffix.lower() == ".gguf" and path.exists():

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jkv.host.results import beside, overwrite
 from jkv.io.errors import FormatError
 from jkv.io.files import AGAIN, INDEX, read_json, refuse_pointer
 from jkv.io.layouts import refuse_others
-from jkv.io.source import Source
+from jkv.io.model_source import Source
 from jkv.io.tokenizer import Tokenizer
 from jkv.io.vocabulary import read_tokenizer
+from jkv.utils.json_results import beside, overwrite
 
 _WHOLE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")

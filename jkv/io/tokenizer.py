@@ -8,9 +8,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jkv.host.texts import check_unicode
+from jkv.io.chat_template import render
 from jkv.io.errors import failed
-from jkv.io.templates import render
+from jkv.utils.unicode import check_unicode
 
 if TYPE_CHECKING:
     import tokenizers

@@ -1,8 +1,8 @@
 """Hand-written kernels: one package an operation, one module a platform, and which of them runs.
 
 kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of
-`jkv.attention.tiers` ("xla") where not; what it took, and why, is logged once and stands in the report. "tpu" or "gpu"
-means that one or an error.
+`jkv.attention.tier_attention` ("xla") where not; what it took, and why, is logged once and stands in the report. "tpu"
+or "gpu" means that one or an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROVEN = {
     "decode_attention": ("0.10", "0.11"),
     "paged_attention": ("0.10", "0.11"),
     "prefill_attention": ("0.10", "0.11"),
-    "column_sums": ("0.10", "0.11"),
+    "attention_column_sums": ("0.10", "0.11"),
     "window_attention": ("0.10", "0.11"),
 }
 log = logging.getLogger("jkv")

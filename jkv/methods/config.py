@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jkv import kernels
-from jkv.arrays.tree import leaf, part
-from jkv.memory.layer import LayerConfig, TierConfig
-from jkv.methods.budgets import All, Tokens
-from jkv.methods.codecs import Dense, Within
-from jkv.methods.scores.position import Newest
+from jkv.arrays.pytree import leaf, part
+from jkv.cache.spec import LayerConfig, TierConfig
+from jkv.methods.budgets.sizes import All, Tokens
+from jkv.methods.eviction.position import Newest
+from jkv.methods.quantization import Dense, Within
 from jkv.protocols import (
     PROBED,
     Born,

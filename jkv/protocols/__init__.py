@@ -8,8 +8,8 @@ W window entries, C slots of a tier, S tokens known at a flush: every slot of ev
 from jkv.protocols.budget import Budget, Demand, Layer, LayerSize, Sizes
 from jkv.protocols.codec import Code, Codec, KernelCodes
 from jkv.protocols.evidence import Evidence, Queries, Window
+from jkv.protocols.inputs import Born, Columns, Counts, Needs, needs_of
 from jkv.protocols.merge import Entries, Lost, Merge
-from jkv.protocols.needs import Born, Columns, Counts, Needs, needs_of
 from jkv.protocols.prefill import PROBED, Prefill, Probe, ProbeTokens, Reading, Say, Worth
 from jkv.protocols.score import Score
 from jkv.protocols.selector import Entered, Look, Selector

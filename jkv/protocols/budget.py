@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import part
-from jkv.protocols.needs import Counts
+from jkv.arrays.pytree import part
+from jkv.protocols.inputs import Counts
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params

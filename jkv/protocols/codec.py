@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.products import products
-from jkv.arrays.tree import static, value
-from jkv.protocols.needs import Needs
+from jkv.arrays.matmul import products
+from jkv.arrays.pytree import static, value
+from jkv.protocols.inputs import Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params

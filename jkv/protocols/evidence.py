@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take, take_along
-from jkv.arrays.tree import value
-from jkv.protocols.needs import Columns
+from jkv.arrays.pytree import value
+from jkv.protocols.inputs import Columns
 
 if TYPE_CHECKING:
     from jkv.models.rope import Rope
-    from jkv.models.scale import Scale
+    from jkv.models.softcap import Scale
 
 
 @value

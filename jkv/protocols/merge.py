@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from jax import Array
 
-from jkv.arrays.tree import value
+from jkv.arrays.pytree import value
 from jkv.protocols.evidence import Evidence
-from jkv.protocols.needs import Columns, Needs
+from jkv.protocols.inputs import Columns, Needs
 
 if TYPE_CHECKING:
-    from jkv.arrays.partial import Partial
+    from jkv.arrays.online_softmax import Partial
     from jkv.models import ModelConfig, Params, Scale
 
 

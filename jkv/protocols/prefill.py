@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 from jax import Array
 
-from jkv.arrays.tree import part, value
+from jkv.arrays.pytree import part, value
 from jkv.protocols.evidence import Evidence
 
 if TYPE_CHECKING:

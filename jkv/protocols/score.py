@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 from jax import Array
 
 from jkv.protocols.evidence import Evidence
-from jkv.protocols.needs import Born, Columns, Needs
+from jkv.protocols.inputs import Born, Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params

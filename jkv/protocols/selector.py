@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.tree import value
+from jkv.arrays.pytree import value
 from jkv.protocols.evidence import Queries
-from jkv.protocols.needs import Columns, Needs
+from jkv.protocols.inputs import Columns, Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params

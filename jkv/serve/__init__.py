@@ -1,1 +1,4 @@
-"""HTTP in the words of OpenAI's API, over running batches: one for each cache that requests ask for."""
+"""An HTTP server with OpenAI's API over continuous batches, one for each cache that requests ask for.
+
+Entry point: `server.run`. Must not import batch.
+"""

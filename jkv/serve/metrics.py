@@ -6,8 +6,8 @@ import sys
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from jkv.serve.engine import Engine
-from jkv.serve.maker import Watch
+from jkv.serve.batches import Watch
+from jkv.serve.engine_thread import Engine
 
 SOONER = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
 QUICKER = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.attention.attend import attend, attend_window
+from jkv.attention.dense import attend, attend_window
 from jkv.attention.mask import causal, visible
-from jkv.core import deferred, loop
-from jkv.generation import sizes
-from jkv.memory.cache import Cache
-from jkv.memory.positions import pad
+from jkv.cache.cache import Cache
+from jkv.cache.padding import pad
+from jkv.core import decode_loop, deferred_prefill
 from jkv.methods import parse
 from jkv.models import Params
+from jkv.prompts import allocation
 from support import rig
 from support.rig import HYBRID, LENGTHS, MODEL, PARAMS
 
@@ -34,17 +34,17 @@ LATER, FIRST = piece(CUT, max(LENGTHS)), piece(0, CUT)
 
 
 def empty(text: str, params: Params) -> Cache:
-    return sizes.empty(parse(text), params.config, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    return allocation.empty(parse(text), params.config, 2, rig.LONGEST, rig.STEPS, jnp.float32)
 
 
 def read(cache: Cache, params: Params, *pieces: tuple[jax.Array, jax.Array]) -> Cache:
     for ids, pos in pieces:
-        cache, _ = loop.prefill_at(params, cache, ids, pos)
+        cache, _ = decode_loop.prefill_at(params, cache, ids, pos)
     return cache
 
 
 def at_once(cache: Cache, params: Params) -> Cache:
-    return loop.prefill(params, cache, pad(ROWS, max(LENGTHS)), fresh=True)[0]
+    return decode_loop.prefill(params, cache, pad(ROWS, max(LENGTHS)), fresh=True)[0]
 
 
 def by_position(cache: Cache) -> list[np.ndarray]:
@@ -73,7 +73,7 @@ def same(got: Cache, want: Cache, params: Params) -> None:
         np.testing.assert_array_equal(a.recent.pos, b.recent.pos)
     assert got.seen.tolist() == want.seen.tolist() == got.prompt.tolist() == list(LENGTHS)
     for i in range(20):
-        (got, a), (want, b) = (loop.step(params, c, jnp.asarray(rig.FORCED[:, i])) for c in (got, want))
+        (got, a), (want, b) = (decode_loop.step(params, c, jnp.asarray(rig.FORCED[:, i])) for c in (got, want))
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
@@ -90,14 +90,14 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
 def test_tokens_given_once_more_see_what_came_before_them(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""
-    whole = sizes.empty(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)
+    whole = allocation.empty(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)
     got = read(jax.tree.map(jnp.copy, whole), PARAMS, LATER, FIRST)
     with pytest.raises(AssertionError):
         same(got, at_once(whole, PARAMS), PARAMS)  # the later piece has not seen the first one yet
     got, want = read(got, PARAMS, LATER), at_once(whole, PARAMS)
     for a, b in zip(by_position(got), by_position(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    made = [deferred.compress(empty(text, PARAMS), x) for x in (got, want)]
+    made = [deferred_prefill.compress(empty(text, PARAMS), x) for x in (got, want)]
     same(*made, PARAMS)
 
 
@@ -122,6 +122,6 @@ def test_rows_among_many_keys_see_those_before_them():
 
 
 def test_blocks_that_recur_read_in_order():
-    cache = sizes.empty(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32)
+    cache = allocation.empty(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32)
     with pytest.raises(ValueError, match="read tokens in order"):
-        loop.prefill_at(HYBRID, cache, *FIRST)
+        decode_loop.prefill_at(HYBRID, cache, *FIRST)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jkv import kernels
-from jkv.arrays.partial import nothing
+from jkv.arrays.online_softmax import nothing
 from jkv.methods import parse
 from jkv.methods.config import resolve
-from jkv.methods.residuals import MeanToken, Token
-from jkv.models.scale import Capped
+from jkv.methods.merging.residual import MeanToken, Token
+from jkv.models.softcap import Capped
 from support import rig
 from support.tiny import CAPPED, PARAMS
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jkv.batch import bucket  # noqa: E402
+from jkv.batch import object_store_output  # noqa: E402
 from support import stores  # noqa: E402
 
 if __name__ == "__main__":
     root, rows = Path(sys.argv[1]), int(sys.argv[2])
     stores.install(root)
-    bucket.EVERY = 0.0
+    object_store_output.EVERY = 0.0
     from etils import epath
 
     out = epath.Path("gs://bucket/jobs/out")
     print("begun", flush=True)
-    bucket.claim(out, {}, {})
-    held = bucket.Parts(out, {i: f"k{i}" for i in range(1, rows + 1)})
+    object_store_output.claim(out, {}, {})
+    held = object_store_output.Parts(out, {i: f"k{i}" for i in range(1, rows + 1)})
     for line in range(1, rows + 1):
         if line not in held.done:
             held.add([{"line": line, "id": None, "key": f"k{line}", "tokens": [1], "prompt_tokens": 1}])

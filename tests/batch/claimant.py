@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.batch.folder import Shard, claim
+from jkv.batch.local_output import Shard, claim
 
 
 def no(*_: Any) -> None:

@@ -18,18 +18,18 @@ import numpy as np
 
 import jkv
 from jkv import methods
-from jkv.batch.arrange import arrange
-from jkv.batch.requests import Request, Settings
-from jkv.batch.running import Running
-from jkv.batch.shapes import Shapes
-from jkv.core import loop, sampling, sharding
-from jkv.core.compiled import Cost, compiled
-from jkv.generation import sizes
-from jkv.memory.cache import Cache
-from jkv.methods.codecs import Affine, LowRank
+from jkv.aot.collectives import collectives
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop, sampling, sharding
+from jkv.core.compilation import Cost, compiled
+from jkv.engine.continuous_batch import Running
+from jkv.engine.request import Request, Settings
+from jkv.engine.scheduler import arrange
+from jkv.engine.spec import Shapes
 from jkv.methods.config import CacheConfig, TierSpec
+from jkv.methods.quantization import Affine, LowRank
 from jkv.models import Params
-from jkv.plan.collectives import collectives
+from jkv.prompts import allocation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.codebook import Codebook  # noqa: E402
@@ -170,8 +170,8 @@ def products() -> list[float]:
     for text in ("data=2,model=2", "data=2,model=2,context=2"):
         over = sharding.MeshPlan(sharding.named(text, jax.devices(), wide.config))
         config, params = methods.parse("full").over(over), jax.device_put(wide, over.shardings(wide))
-        cache, ids = sizes.empty(config, params.config, 4, 512, 16, jnp.float32), jnp.ones((4, 512), jnp.int32)
-        program, _ = compiled(loop.prefill_own.whole, params, cache, ids, over=over, fresh=True)
+        cache, ids = allocation.empty(config, params.config, 4, 512, 16, jnp.float32), jnp.ones((4, 512), jnp.int32)
+        program, _ = compiled(decode_loop.prefill_own.whole, params, cache, ids, over=over, fresh=True)
         found.append(program.program.cost_analysis()["flops"])
     return found
 
@@ -186,17 +186,17 @@ def divided(x: jax.Array) -> int:
     return x.nbytes // x.addressable_shards[0].data.nbytes
 
 
-def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[loop.Decoding, str]:
+def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[decode_loop.Decoding, str]:
     """The state after TOKENS, which all go through decode steps and their flushes, and the text of the program."""
     config = OWN[cache] if cache in OWN else methods.parse(cache)
     (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
         config, params = config.over(over), jax.device_put(params, over.shardings(params))
-    cache = sizes.empty(config, model, n, steps, steps, jnp.float32)
+    cache = allocation.empty(config, model, n, steps, steps, jnp.float32)
     logits = jnp.zeros((n, model.vocab))
-    state = loop.Decoding.start(cache, logits, steps, forced=jnp.asarray(TOKENS), traced=True)
+    state = decode_loop.Decoding.start(cache, logits, steps, forced=jnp.asarray(TOKENS), traced=True)
     draws = sampling.make(n, model.vocab, seeds=range(n), stop_ids=())
-    program, _ = compiled(loop.run_blocks.whole, params, state, draws, jnp.int32(0), over=over)
+    program, _ = compiled(decode_loop.run_blocks.whole, params, state, draws, jnp.int32(0), over=over)
     return program(params, state, draws, jnp.int32(steps)), program.program.as_text()
 
 

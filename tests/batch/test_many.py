@@ -8,8 +8,8 @@ import pytest
 
 from jkv import models
 from jkv.bench import batch as many
-from jkv.bench import shapes
-from jkv.host import console
+from jkv.bench import model_shapes
+from jkv.utils import console
 
 
 def test_many_prompts_beside_the_peers_best_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -31,7 +31,7 @@ def test_many_prompts_beside_the_peers_best_batch(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(many, "answered", answered)
     monkeypatch.setattr(many, "looped", looped)
     monkeypatch.setattr(many, "Transformers", lambda source, threads: None)
-    found = list(many.rows(shapes.noise(models.TINY, 4, 1), 40, 64, 8, [0, 32], "full", 4, 1))
+    found = list(many.rows(model_shapes.noise(models.TINY, 4, 1), 40, 64, 8, [0, 32], "full", 4, 1))
     assert [(x["engine"], x["shared"]) for x in found] == [
         ("transformers", 0), ("jkv batch", 0), ("transformers", 32), ("jkv batch", 32), ("jkv batch, no sharing", 32),
     ]  # fmt: skip

@@ -23,16 +23,17 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import methods
-from jkv.batch import fit, work
 from jkv.batch import job as jobs
+from jkv.batch import run as job_run
 from jkv.batch.job import Job
-from jkv.batch.requests import MOST_NEW, Refused, Request, Settings, limits, read
-from jkv.batch.running import Running
-from jkv.batch.signals import FAILED, STOPPED
-from jkv.batch.slots import Answer
-from jkv.batch.work import run
-from jkv.batch.written import parsed
+from jkv.batch.output_rows import parsed
+from jkv.batch.preemption import FAILED, STOPPED
+from jkv.batch.run import run
 from jkv.cli.app import app
+from jkv.engine import batch_size
+from jkv.engine.continuous_batch import Running
+from jkv.engine.decode import Answer
+from jkv.engine.request import MOST_NEW, Refused, Request, Settings, limits, read
 from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 
@@ -229,18 +230,18 @@ def test_every_row_that_can_run_alone_is_answered(
     task = job(tmp_path, asked, batch=0 if auto else 8)
     Pretend.free, Pretend.late, Pretend.bad = free, late, frozenset(bad)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "Running", Pretend)
-        patch.setattr(work, "note", nothing)
+        patch.setattr(job_run, "Running", Pretend)
+        patch.setattr(job_run, "note", nothing)
         patch.setattr(os, "fsync", nothing)
         patch.setattr(Job, "unit", unit)
-        patch.setattr(work, "spare", lambda over: free)
-        patch.setattr(fit, "needed", lambda params, shapes, over: tokens(shapes))
+        patch.setattr(job_run, "spare", lambda over: free)
+        patch.setattr(batch_size, "needed", lambda params, shapes, over: tokens(shapes))
         report = run(task, never, nothing)
         got = written(task)
         runs = {
             i
             for i, x in enumerate(asked, 1)
-            if i not in bad and unit * sum(work.shape(row(len(x["tokens"]), x["max_new_tokens"]))) <= free
+            if i not in bad and unit * sum(job_run.shape(row(len(x["tokens"]), x["max_new_tokens"]))) <= free
         }
         assert {i for i, x in got.items() if "tokens" in x} == runs and got.keys() == set(range(1, len(asked) + 1))
         assert report.code == (FAILED if len(runs) < len(asked) else 0)
@@ -248,7 +249,7 @@ def test_every_row_that_can_run_alone_is_answered(
         assert all("RESOURCE_EXHAUSTED" in x or "poison" in x or "not even" in x for x in says)
         assert not any("\n" in x for x in says)
         Pretend.free, Pretend.bad = 10**9, frozenset()
-        patch.setattr(work, "spare", lambda over: 10**9)
+        patch.setattr(job_run, "spare", lambda over: 10**9)
         before = {i: x for i, x in got.items() if "tokens" in x}
         assert run(task, never, nothing).code == report.code and written(task) == got  # failed rows are final
         assert run(replace(task, retry=True), never, nothing).code == 0
@@ -314,7 +315,7 @@ def test_who_ends_the_program_ends_it(tmp_path: Path, monkeypatch: pytest.Monkey
     def end(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(work, "Running", end)
+    monkeypatch.setattr(job_run, "Running", end)
     with pytest.raises(error):
         run(job(tmp_path, [good(0)]), never, nothing)
 
@@ -326,7 +327,7 @@ def test_who_ends_the_program_ends_it(tmp_path: Path, monkeypatch: pytest.Monkey
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a job over rows that are answered without a model; the lines that were run, and the code."""
     Pretend.free, Pretend.late, Pretend.bad = 10**9, False, frozenset()
-    monkeypatch.setattr(work, "Running", Pretend)
+    monkeypatch.setattr(job_run, "Running", Pretend)
     monkeypatch.setattr(os, "fsync", nothing)
 
     def go(task: Job, stop: Callable[[], bool] = never) -> tuple[set[int], int]:
@@ -422,7 +423,7 @@ def test_another_source_jax_or_machine_goes_on_with_a_note(
     assert about.keys() == {"source", "backend", "device", "jax", "jaxlib", "python"}
     for name in about:
         capsys.readouterr()
-        monkeypatch.setattr(work, "made", lambda name=name: about | {name: "other"})
+        monkeypatch.setattr(job_run, "made", lambda name=name: about | {name: "other"})
         assert pretended(task) == (set(), 0)
         assert (
             f"note: {task.out} was begun otherwise: {name} '{about[name]}' there, 'other' now"

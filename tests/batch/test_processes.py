@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jkv.batch.signals import STOPPED
+from jkv.batch.preemption import STOPPED
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +159,8 @@ def test_killed_while_rows_are_suspended(source: Path, whole: dict[int, dict], t
 
 def test_a_signal_ends_a_process_that_does_not_listen():
     code = (
-        "import time\nfrom jkv.batch.signals import stoppable\nwith stoppable(0.3): print(1, flush=True); time.sleep(9)"
+        "import time\nfrom jkv.batch.preemption import stoppable\n"
+        "with stoppable(0.3): print(1, flush=True); time.sleep(9)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "1\n"

@@ -13,7 +13,7 @@ from jkv.io import load
 
 def tiny(*_: object):
     from jkv import models
-    from jkv.io.source import Source
+    from jkv.io.model_source import Source
 
     hf = models.TINY | dict(hidden_size=64, num_hidden_layers=1)
     c = models.read_config(hf)

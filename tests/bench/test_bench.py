@@ -13,13 +13,25 @@ import pytest
 from typer.testing import CliRunner
 
 from jkv import models
-from jkv.bench import compare, drafts, engines, growth, kernel, measure, recommend, results, sampling, shapes, speed
+from jkv.bench import (
+    compare,
+    engines,
+    environment,
+    kernel,
+    long_context,
+    measure,
+    model_shapes,
+    recommend,
+    sampling,
+    speculative,
+    speed,
+)
+from jkv.cache.cache import tree_bytes
 from jkv.cli import bench as cli
-from jkv.cli import measuring
+from jkv.cli import bench_common
 from jkv.cli.app import app
-from jkv.core.compiled import peak_bytes
-from jkv.host import memory
-from jkv.memory.cache import tree_bytes
+from jkv.core.compilation import peak_bytes
+from jkv.utils import memory
 from support import commands
 
 RUNNER = CliRunner()
@@ -35,7 +47,7 @@ def params():
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     """A shape for tests, and a machine that copies 1 GB/s: measuring it takes longer than all the rest."""
-    monkeypatch.setitem(shapes.SHAPES, "tiny", models.TINY)
+    monkeypatch.setitem(model_shapes.SHAPES, "tiny", models.TINY)
     for part in (speed, kernel):
         monkeypatch.setattr(part, "copy_rate", lambda: 1e9)
 
@@ -168,23 +180,23 @@ def test_the_rate_of_a_copy_counts_both_ways(monkeypatch):
     ],
 )
 def test_shapes_have_the_published_numbers_of_parameters(name, parameters):
-    c = models.read_config(shapes.SHAPES[name])
-    sizes = shapes.weights.names(c, models.FAMILIES[c.family].TENSORS).values()
+    c = models.read_config(model_shapes.SHAPES[name])
+    sizes = model_shapes.weights.names(c, models.FAMILIES[c.family].TENSORS).values()
     assert sum(int(np.prod(s)) for s in sizes) == parameters
 
 
 def test_random_weights_must_fit(monkeypatch):
-    name, source = shapes.subject(None, "tiny", True, 4, 1)
+    name, source = model_shapes.subject(None, "tiny", True, 4, 1)
     need = tree_bytes(models.build(source.config, source.tensors, "float32"))
     assert name == "tiny, random weights"
     largest = 4 * 2 * 64 * 32 // 2  # one of the two matrices that gate_up stacks
     largest = max(largest, 4 * 100 * 32)
     monkeypatch.setattr(memory, "available", lambda: need + largest)
-    shapes.noise(models.TINY, 4, 1)
+    model_shapes.noise(models.TINY, 4, 1)
     for copies, free in ((1, need + largest - 1), (2, need + largest)):
         monkeypatch.setattr(memory, "available", lambda free=free: free)
         with pytest.raises(ValueError, match="GiB are free; use --weights int8"):
-            shapes.noise(models.TINY, 4, copies)
+            model_shapes.noise(models.TINY, 4, copies)
     monkeypatch.setattr(memory, "available", lambda: 1 << 30)
     refused(
         call("bench", "decode", "--shape", "llama-3.1-8b", "--random-weights"), "8.03 billion", "31.9 GiB", "1.0 GiB"
@@ -247,7 +259,7 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     result = call("bench", "drafts", *sizes, "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [r["kind"] for r in found] == [*drafts.KINDS]
+    assert [r["kind"] for r in found] == [*speculative.KINDS]
     assert all(r["equal"] and r["tokens_a_pass"] >= 1 and r["ms"] > 0 and len(r["speedups"]) == 1 for r in found)
     result = call("bench", "drafts", *sizes, "--batch", 2, "--context", 40, "--json", tmp_path / "y.json")
     (row,) = json.loads((tmp_path / "y.json").read_text())["rows"]
@@ -293,12 +305,12 @@ def test_growth_times_no_token_twice(params):
             return super().run(state, stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "Jkv", Counting)
-        list(growth.rows(params, ["streaming(budget=64)"], [33, 65], 32))
+        patch.setattr(long_context, "Jkv", Counting)
+        list(long_context.rows(params, ["streaming(budget=64)"], [33, 65], 32))
     assert stops == [1, 1, 17, 33, 33, 49, 65]
     for marks, over in (([32], 32), ([64, 95], 32), ([64], 24), ([100, 50], 16)):
         with pytest.raises(ValueError, match="--over"):
-            growth.check(["full"], marks, over, model)
+            long_context.check(["full"], marks, over, model)
 
 
 def test_growth_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
@@ -365,7 +377,7 @@ def test_options_that_cannot_be_read():
 
 
 def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(measuring, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_common, "find_spec", lambda name: None)
     refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install -e '.[parity]'")
     refused(call("bench", "compare", "--model", "nothing"), "pip install -e '.[parity]'")
     refused(
@@ -377,7 +389,7 @@ def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
     "cache", ["int8", "quest", "kvmerger(budget=32)", "snapkv(budget=32, window=8)", "snapkv(budget=32) | int8"]
 )
 def test_what_only_jkv_has_is_not_compared_with_kvpress(monkeypatch, cache):
-    monkeypatch.setattr(measuring, "find_spec", lambda name: name)
+    monkeypatch.setattr(bench_common, "find_spec", lambda name: name)
     args = (*DECODE, *TINY, "--cache", cache, "--vs", "kvpress")
     refused(call(*args), f"it has no {cache}; both have full, and with budget= or keep= alone streaming, knorm, snapkv")
 
@@ -463,7 +475,7 @@ def test_torch_must_be_there_for_sdpa(monkeypatch):
 
 
 def test_a_wrong_cache_or_path_is_refused_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes, "subject", lambda *a: pytest.fail("loaded"))
+    monkeypatch.setattr(model_shapes, "subject", lambda *a: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     refused(call(*DECODE, *TINY, "--cache", "zzz"), "see `jkv methods`")
     for path, says in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x.json", "check the path")):
@@ -477,9 +489,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, fails):
         raise OSError(28, "No space left on device", "a temporary name")
 
     out = tmp_path / "x.json"
-    results.save(out, {"a": 1}, [])
+    environment.save(out, {"a": 1}, [])
     old = out.read_text()
-    monkeypatch.setattr(results.os, fails, full)
+    monkeypatch.setattr(environment.os, fails, full)
     args = ("--context", 40, "--cache", "full", "--rounds", 1, "--steps", 1, "--json", out)
     result = call(*DECODE, *TINY, *args)
     assert result.exit_code == 1 and "tokens/s" in result.stdout  # the table is not lost
@@ -617,7 +629,7 @@ def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 def test_a_peer_with_other_weights_is_found_out(torch, params):
-    source = shapes.noise(models.TINY, 4, 1)
+    source = model_shapes.noise(models.TINY, 4, 1)
     peer = engines.Transformers(source, 1)
     assert engines.apart(engines.Jkv(params), peer) < 1e-4
     absorb, lengths = peer.absorb, []
@@ -636,7 +648,7 @@ def test_a_peer_with_other_weights_is_found_out(torch, params):
 @pytest.mark.filterwarnings("default")
 def test_a_peer_writes_nothing_into_the_config_of_a_model(torch):
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    source = shapes.noise(models.TINY | {"rope_scaling": dict(yarn)}, 4, 1)
+    source = model_shapes.noise(models.TINY | {"rope_scaling": dict(yarn)}, 4, 1)
     engines.Transformers(source, 1)
     assert source.config["rope_scaling"] == yarn
 
@@ -648,7 +660,7 @@ def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
 
     for name in ("read_rate", "arithmetic"):
         monkeypatch.setattr(compare, name, lambda *_: 1e9)
-    monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
+    monkeypatch.setattr(load, "read", lambda name: model_shapes.noise(models.TINY, 4, 1))
     args = ("--context", 40, "--prompt", 30, "--steps", 4, "--rounds", 1, "--json", tmp_path / "c.json")
     result = call("bench", "compare", *args)
     assert result.exit_code == 0, result.output
@@ -663,7 +675,7 @@ def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
 def test_compare_beyond_the_context_is_refused(torch, monkeypatch):
     from jkv.io import load
 
-    monkeypatch.setattr(load, "read", lambda name: shapes.noise(models.TINY, 4, 1))
+    monkeypatch.setattr(load, "read", lambda name: model_shapes.noise(models.TINY, 4, 1))
     refused(call("bench", "compare", "--prompt", 30, "--context", 500), "532 tokens are asked for", "context is 512")
 
 
@@ -690,7 +702,7 @@ def test_kvpress_takes_turns_with_the_same_budget(kvpress, what, tmp_path):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("method", ["streaming", "knorm", "snapkv", "keydiff", "tova", "expected_attention", "h2o"])
 def test_what_kvpress_holds_is_the_budget_and_each_token_has_its_place(kvpress, method):
-    peer = engines.Kvpress(shapes.noise(models.TINY, 4, 1), 1)
+    peer = engines.Kvpress(model_shapes.noise(models.TINY, 4, 1), 1)
     peer.follow(f"{method}(budget=37)", 80)
     lengths, places, step = [], [], peer.model.forward
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
-from jkv.bench import hardware, results
+from jkv.bench import environment, hardware
 from jkv.cli.app import app
 
 RUNNER = CliRunner()
@@ -35,7 +35,7 @@ def run(record, **how) -> list[str]:
 
 
 def record(folder) -> hardware.Record:
-    return hardware.Record(folder, results.meta("smollm2-135m", 1))
+    return hardware.Record(folder, environment.meta("smollm2-135m", 1))
 
 
 def saved(folder) -> list[dict]:

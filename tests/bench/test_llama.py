@@ -88,16 +88,16 @@ def test_another_model_an_error_and_several_rows_are_told(peer, monkeypatch):
     ],
 )
 def test_what_llama_cpp_cannot_have_is_refused_first(peer, monkeypatch, args, word):
-    from jkv.cli import measuring
+    from jkv.cli import bench_common
 
-    monkeypatch.setattr(measuring, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench_common, "find_spec", lambda name: True)
     refused(call("bench", "decode", *args, "--context", 40, "--vs", "llama.cpp"), word)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    from jkv.cli import measuring
+    from jkv.cli import bench_common
 
-    monkeypatch.setattr(measuring, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_common, "find_spec", lambda name: None)
     refused(call("bench", "decode", "--vs", "llama.cpp"), "beside llama.cpp: xllamacpp is missing", "[llama]")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.bench import quantized, shapes
+from jkv.bench import model_shapes, quantized
 from jkv.bench.quantized import Quantized, Theirs
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]  # of torch and transformers, not ours
@@ -15,7 +15,7 @@ CODES = (Theirs("full"), Theirs("fp8", "fp8"))  # fp8 needs no other library
 def peer():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    return Quantized(shapes.noise(models.TINY, 4, 1), 1)
+    return Quantized(model_shapes.noise(models.TINY, 4, 1), 1)
 
 
 @pytest.fixture(scope="module")

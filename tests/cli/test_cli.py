@@ -11,7 +11,7 @@ import pytest
 import jkv
 from jkv.cli.app import app, one_line, read_prompt
 from jkv.cli.serve import read_token
-from jkv.eval import corpora, dataset, store
+from jkv.eval import corpora, kvpress_dataset, store_replay
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
 from support.commands import PARAMS, RUNNER, call, refused, tokenizer
@@ -89,14 +89,14 @@ def test_a_template_is_told_what_is_given(tiny, monkeypatch):
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     """In whatever file of text a user gives."""
-    row = dict.fromkeys(dataset.TEXTS, "a") | {"answer": ["b"], "max_new_tokens": 3, "task": "qa_1"}
+    row = dict.fromkeys(kvpress_dataset.TEXTS, "a") | {"answer": ["b"], "max_new_tokens": 3, "task": "qa_1"}
     for name, text, read in (
         ("prompt.txt", "hello wörld", lambda path: read_prompt(None, str(path))),
         ("corpus.txt", "hello wörld", lambda path: corpora.text(str(path))),
         ("token", "hello-world", read_token),
-        ("rows.jsonl", json.dumps(row), dataset.read),
-        ("rows.json", json.dumps([row]), dataset.read),
-        ("trace.jsonl", '{"time": 1, "prompt": [5, 6]}', lambda path: [x.ids for x in store.trace(path, list)]),
+        ("rows.jsonl", json.dumps(row), kvpress_dataset.read),
+        ("rows.json", json.dumps([row]), kvpress_dataset.read),
+        ("trace.jsonl", '{"time": 1, "prompt": [5, 6]}', lambda path: [x.ids for x in store_replay.trace(path, list)]),
     ):
         path = tmp_path / name
         path.write_text(text, "utf-8")

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.arrays.tree import part
-from jkv.core import loop
-from jkv.core.contest import first_of
+from jkv.arrays.pytree import part
+from jkv.cache.cache import Counts, LayerCache, Observation, Window
+from jkv.cache.empty import empty_layer
+from jkv.cache.spec import LayerConfig
+from jkv.core import decode_loop
+from jkv.core.eviction import first_of
 from jkv.core.flush import flush
-from jkv.generation import sizes
-from jkv.memory.cache import Counts, LayerCache, Observation, Window
-from jkv.memory.empty import empty_layer
-from jkv.memory.layer import LayerConfig
-from jkv.methods.budgets import All, Tokens
-from jkv.methods.checks import check
+from jkv.methods.budgets.sizes import All, Tokens
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.scores.position import Newest
+from jkv.methods.eviction.position import Newest
+from jkv.prompts import allocation
 from jkv.protocols import Score
 from support import rig
 from support.rig import BUDGET, LONGEST, MODEL, D, H
@@ -61,11 +61,11 @@ class Late(Score):
 
 def test_among_equals_the_older_stays():
     config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
-    cache = sizes.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
-    cache, _ = loop.prefill(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
+    cache = allocation.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    cache, _ = decode_loop.prefill(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
     coded = [rig.held(cache, 0)[0][0, 0]]
     for i in range(33):
-        cache, _ = loop.step(rig.PARAMS, cache, jnp.asarray(rig.FORCED[:, i]))
+        cache, _ = decode_loop.step(rig.PARAMS, cache, jnp.asarray(rig.FORCED[:, i]))
         coded.append(rig.held(cache, 0)[0][0, 0])
     for i in (0, 17):  # the prompt's flush, and one whose newcomers are no better
         np.testing.assert_array_equal(np.flatnonzero(coded[i]), np.arange(32))

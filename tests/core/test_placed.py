@@ -11,7 +11,7 @@ import pytest
 
 import jkv
 from jkv import kernels
-from jkv.core.compiled import Cost, Run, call, compiled, flow, program
+from jkv.core.compilation import Cost, Run, call, compiled, flow, program
 
 
 def which(x: jax.Array, y: jax.Array | None = None, fresh: bool = False, later: bool = False, n: int = 1) -> jax.Array:

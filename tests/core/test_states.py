@@ -15,14 +15,15 @@ import pytest
 
 import jkv
 from jkv import methods
-from jkv.core import compiled, loop
-from jkv.generation import inspect, sizes
-from jkv.generation.draft import greedy
+from jkv.aot.hlo import PLACES, lines
+from jkv.cache.cache import tree_bytes
+from jkv.cache.padding import bucket
+from jkv.core import compilation, decode_loop
+from jkv.generation import inspect
 from jkv.io import load as loading
-from jkv.memory.cache import tree_bytes
-from jkv.memory.positions import bucket
-from jkv.models.ssd import STRETCH
-from jkv.plan.hlo import PLACES, lines
+from jkv.models.layers.mamba2_ssd import STRETCH
+from jkv.prompts import allocation
+from jkv.prompts.greedy import greedy
 from support.tiny import GATED
 
 SIZES = dict(vocab_size=160, hidden_size=48, num_hidden_layers=4)
@@ -53,8 +54,8 @@ NEW = 40
 def answered(family):
     """What a model generates after the prompts, and the program that did it."""
     out = jkv.generate(EACH[family], "full", PROMPTS, max_new_tokens=NEW, stop_ids=())
-    found = {key[0]: program for key, program in compiled.PROGRAMS.items()}
-    return out, (found[loop.steps], found[loop.entering])
+    found = {key[0]: program for key, program in compilation.PROGRAMS.items()}
+    return out, (found[decode_loop.steps], found[decode_loop.entering])
 
 
 forward = jax.jit(jkv.models.forward)
@@ -127,7 +128,7 @@ def test_chunks_and_extensions_give_the_same_state(params):
     same(parts.states, whole.states)
     begun, _ = jkv.prefill(params, "full", [PROMPTS[0][:150], PROMPTS[1][:3]], room=64)
     for i in range(3):  # some tokens wait when the rest comes, and of one row fewer than of the other
-        begun, _ = loop.step(params, begun, jnp.asarray([PROMPTS[0][150 + i], PROMPTS[1][2 + i] if i else -1]))
+        begun, _ = decode_loop.step(params, begun, jnp.asarray([PROMPTS[0][150 + i], PROMPTS[1][2 + i] if i else -1]))
     assert begun.states[0].count.tolist() == [3, 2]
     ended, got = jkv.extend(params, begun, [PROMPTS[0][153:], PROMPTS[1][5:]])
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -142,10 +143,10 @@ def test_single_steps_give_what_blocks_do(params):
     for i in range(NEW):
         token = jnp.asarray([row[i] for row in out.tokens])
         if i % 7 == 3:
-            cache, _ = loop.step(params, cache, token.at[1].set(-1))
-            cache, _ = loop.step(params, cache, token.at[0].set(-1))
+            cache, _ = decode_loop.step(params, cache, token.at[1].set(-1))
+            cache, _ = decode_loop.step(params, cache, token.at[0].set(-1))
         else:
-            cache, logits = loop.step(params, cache, token)
+            cache, logits = decode_loop.step(params, cache, token)
     np.testing.assert_allclose(logits, out.logits, atol=1e-4)
 
 
@@ -154,9 +155,9 @@ def test_tokens_are_taken_back_and_read_again(params):
     cache, _ = jkv.prefill(params, "full", PROMPTS, room=64)
     kept = [cache]
     for i in range(6):
-        kept.append(loop.step(params, kept[-1], jnp.asarray([i, i + 1]))[0])
+        kept.append(decode_loop.step(params, kept[-1], jnp.asarray([i, i + 1]))[0])
     back = kept[6].rollback(4)
-    again, was = (loop.step(params, x, jnp.asarray([9, 8]))[1] for x in (back, kept[2]))
+    again, was = (decode_loop.step(params, x, jnp.asarray([9, 8]))[1] for x in (back, kept[2]))
     np.testing.assert_allclose(again, was, atol=1e-6)
     assert back.seen.tolist() == kept[2].seen.tolist()
     with pytest.raises(ValueError, match="rollback.7.: 6 tokens of a row were added since the last flush"):
@@ -166,14 +167,14 @@ def test_tokens_are_taken_back_and_read_again(params):
 @BOTH
 def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
     cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
-    cache, _ = loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
+    cache, _ = decode_loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
     jkv.save_cache(cache, tmp_path / "cache", params)
     again = jkv.load_cache(tmp_path / "cache", params)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(a, b)
     forked = cache.fork(2).pick(jnp.asarray([3, 0]))
-    alone = loop.step(params, forked, jnp.asarray([5, 6]))[1]
-    both = loop.step(params, cache, jnp.asarray([6, 5]))[1]
+    alone = decode_loop.step(params, forked, jnp.asarray([5, 6]))[1]
+    both = decode_loop.step(params, cache, jnp.asarray([6, 5]))[1]
     np.testing.assert_allclose(alone, both[::-1], atol=1e-5)
     assert inspect.summary(cache).nbytes == cache.nbytes
 
@@ -185,20 +186,20 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
     written = block * m.inner * 4 if m.rule == "delta" else 0
     waits = (m.kernel - 1 + block) * m.channels * 4 + block * m.heads * 4 + 4 + written
     want = 2 * len(m.at) * (state + waits)
-    assert [tree_bytes(sizes.empty(methods.parse("full"), c, 2, n, 16, jnp.float32).states) for n in (32, 512)] == [
-        want
-    ] * 2
+    assert [
+        tree_bytes(allocation.empty(methods.parse("full"), c, 2, n, 16, jnp.float32).states) for n in (32, 512)
+    ] == [want] * 2
     out, _ = answered(params.config.family)
     assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
     assert out.report.bytes_states == want and f"states       {want:,} of these bytes" in str(out.report)
-    full = sizes.empty(
+    full = allocation.empty(
         methods.parse("full"), c, 2, bucket(max(map(len, PROMPTS))) + -(-NEW // 64) * 64, 64, jnp.float32
     )
     assert out.report.bytes_full == full.nbytes
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():
-    cache = sizes.empty(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32)
+    cache = allocation.empty(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32)
     assert tree_bytes(cache.states) < cache.nbytes <= 60_000
 
 

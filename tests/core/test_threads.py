@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import compiled
+from jkv.core import compilation
 
 
 @pytest.fixture
 def made(monkeypatch):
     """The programs that were compiled, by the size of their argument; each takes a while."""
-    sizes, compiling = [], compiled.Compiled.__init__
+    sizes, compiling = [], compilation.Compiled.__init__
 
     def init(self, lowered, free):
         sizes.append(lowered.in_avals[0][0].shape[0])
         time.sleep(0.1)
         compiling(self, lowered, free)
 
-    monkeypatch.setattr(compiled.Compiled, "__init__", init)
-    monkeypatch.setattr(compiled, "PROGRAMS", {})
+    monkeypatch.setattr(compilation.Compiled, "__init__", init)
+    monkeypatch.setattr(compilation, "PROGRAMS", {})
     return sizes
 
 
@@ -55,13 +55,14 @@ def test_threads_that_ask_for_one_program_compile_it_once(made, ahead):
 
     def sums(first, second):
         return [
-            compiled.compiled(double, np.ones(n, np.float32))[0](np.ones(n, np.float32)).sum() for n in (first, second)
+            compilation.compiled(double, np.ones(n, np.float32))[0](np.ones(n, np.float32)).sum()
+            for n in (first, second)
         ]
 
-    begin = [lambda n=n: compiled.ahead(double, np.ones(n, np.float32)).result() for n in (3, 4)] if ahead else []
+    begin = [lambda n=n: compilation.ahead(double, np.ones(n, np.float32)).result() for n in (3, 4)] if ahead else []
     works = [lambda: sums(3, 4), lambda: sums(4, 3)] * 4
     assert together(*begin, *works)[len(begin) :] == [[6, 8], [8, 6]] * 4
-    assert sorted(made) == [3, 4] and not compiled.BEGUN
+    assert sorted(made) == [3, 4] and not compilation.BEGUN
 
 
 def test_all_who_wait_are_told_what_went_wrong_and_the_next_one_tries_again(made, monkeypatch):
@@ -73,32 +74,33 @@ def test_all_who_wait_are_told_what_went_wrong_and_the_next_one_tries_again(made
         raise MemoryError("no room for the program")
 
     with monkeypatch.context() as broken:
-        broken.setattr(compiled.Compiled, "__init__", init)
-        errors = together(*[lambda: compiled.compiled(double, one)] * 4)
-    assert [str(e) for e in errors] == ["no room for the program"] * 4 and made == [0] and not compiled.BEGUN
-    assert compiled.compiled(double, one)[0](one).sum() == 10
+        broken.setattr(compilation.Compiled, "__init__", init)
+        errors = together(*[lambda: compilation.compiled(double, one)] * 4)
+    assert [str(e) for e in errors] == ["no room for the program"] * 4 and made == [0] and not compilation.BEGUN
+    assert compilation.compiled(double, one)[0](one).sum() == 10
 
 
 def test_what_is_begun_is_not_lost_to_what_is_begun_after_it(made):
     double = jax.jit(lambda x: 2 * x)
     for n in (3, 4, 5):
-        compiled.ahead(double, np.ones(n, np.float32))
+        compilation.ahead(double, np.ones(n, np.float32))
     for n in (3, 4, 5):
-        compiled.compiled(double, np.ones(n, np.float32))
+        compilation.compiled(double, np.ones(n, np.float32))
     assert sorted(made) == [3, 4, 5]
 
 
 def test_few_programs_are_kept_whatever_threads_do(made, monkeypatch):
-    monkeypatch.setattr(compiled, "LIMIT", 2)
+    monkeypatch.setattr(compilation, "LIMIT", 2)
     double = jax.jit(lambda x: 2 * x)
 
     def turn(n):
         return [
-            compiled.compiled(double, np.ones(m, np.float32))[0](np.ones(m, np.float32)).sum() for m in range(n, n + 3)
+            compilation.compiled(double, np.ones(m, np.float32))[0](np.ones(m, np.float32)).sum()
+            for m in range(n, n + 3)
         ]
 
     assert together(*[lambda n=n: turn(n) for n in (1, 2, 3)]) == [[2, 4, 6], [4, 6, 8], [6, 8, 10]]
-    assert len(compiled.PROGRAMS) == 2 and not compiled.BEGUN
+    assert len(compilation.PROGRAMS) == 2 and not compilation.BEGUN
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import jkv
 from jkv import models
-from jkv.cli import answers
+from jkv.cli import eval_tasks
 from jkv.cli.app import app
-from jkv.core import loop
-from jkv.eval import experiments, measure
+from jkv.core import decode_loop
+from jkv.eval import experiments, quality
 from jkv.eval import tokens as tokens_study
 from jkv.io import load as loading
 from support.speaking import PARAMS, TINY, byte_tokenizer
@@ -80,7 +80,7 @@ def test_an_endless_text_beside_the_last_of_it(tmp_path):
     lost = []
     for token in ids[1184:]:
         lost.append(-jax.nn.log_softmax(logits[0])[token])
-        held, logits = jkv.step(PARAMS, loop.flush_due(held), jnp.asarray([token]))
+        held, logits = jkv.step(PARAMS, decode_loop.flush_due(held), jnp.asarray([token]))
     np.testing.assert_allclose(rows[2]["ppl"], np.exp(np.mean(lost)), rtol=1e-4)
     assert run(*given, "--cache", cache, "--json", out).exit_code == 0 and json.loads(out.read_text())["rows"] == rows
     assert "give a cache such as" in run(*given, "--cache", OWN, code=1).stderr
@@ -99,7 +99,7 @@ def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
-    out, real, calls = tmp_path / "ppl.json", measure.perplexity, []
+    out, real, calls = tmp_path / "ppl.json", quality.perplexity, []
 
     def measured(params, config, texts):
         calls.append(str(config))
@@ -107,7 +107,7 @@ def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(params, config, texts)
 
-    monkeypatch.setattr(measure, "perplexity", measured)
+    monkeypatch.setattr(quality, "perplexity", measured)
     ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out, code=130)
     assert [r["cache"] for r in json.loads(out.read_text())["rows"]] == ["full"]
     ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
@@ -133,8 +133,8 @@ def test_a_full_disk_keeps_what_was_measured_and_a_rerun_goes_on(tokens, tmp_pat
     assert last.startswith(f"error: cannot write {out}: No space left on device; 1 earlier rows are safe")
     assert "run the same command again" in last and "Traceback" not in done.stderr
     assert [r["cache"] for r in json.loads(out.read_text())["rows"]] == ["full"]
-    measured, perplexity = [], measure.perplexity
-    monkeypatch.setattr(measure, "perplexity", lambda p, c, t: measured.append(str(c)) or perplexity(p, c, t))
+    measured, perplexity = [], quality.perplexity
+    monkeypatch.setattr(quality, "perplexity", lambda p, c, t: measured.append(str(c)) or perplexity(p, c, t))
     ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
     assert measured == [OWN] and len(json.loads(out.read_text())["rows"]) == 2
 
@@ -258,7 +258,7 @@ def test_answers_that_were_cut_are_not_published(older, code, tmp_path, monkeypa
         return found
 
     monkeypatch.setattr(experiments, "ruler", ruler)
-    monkeypatch.setattr(answers, "show", lambda _: None)
+    monkeypatch.setattr(eval_tasks, "show", lambda _: None)
     given = ("--tasks", "vt", "--length", 1500, "--samples", 2, "--json", tmp_path / "x.json")
     done = run("ruler", *given, "--kvpress", tmp_path / "out", code=code)
     assert ("cut to 120 characters" in done.stderr) == bool(code) != any((tmp_path / "out").iterdir())

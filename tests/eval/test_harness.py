@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.bench import shapes
+from jkv.bench import model_shapes
 from jkv.eval import harness
 from jkv.io.tokenizer import Stream, Tokenizer
 from support.speaking import TINY, byte_tokenizer
@@ -238,7 +238,7 @@ def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path
 
     from jkv.bench.engines import Transformers
 
-    source = shapes.noise(TINY, 4, 1)
+    source = model_shapes.noise(TINY, 4, 1)
     core = byte_tokenizer().core
     params = models.build(source.config, source.tensors, jnp.float32)
     params = replace(params, tokenizer=Tokenizer(core, eos_ids=[core.token_to_id("!")]))

@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv.eval import pack as own
 from jkv.eval.pack import pack, unpack
-from jkv.io import checkpoint
+from jkv.io import array_file
 from support.speaking import TINY, byte_tokenizer
 
 PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=byte_tokenizer())
@@ -26,7 +26,7 @@ def test_a_text_comes_back_and_what_is_cut_or_foreign_does_not(tmp_path: Path):
     ids = PARAMS.tokenizer.encode(TEXT)
     assert pack(PARAMS, TEXT, CACHE, path) == len(ids) > 100  # many times the budget
     assert unpack(PARAMS, path) == TEXT
-    arrays, meta = checkpoint.read(path)
+    arrays, meta = array_file.read(path)
     bits = -np.sum(jkv.score(PARAMS, CACHE, [0], ids).logprobs) / np.log(2)
     assert abs(32 * len(arrays["words"]) - bits) < 70  # two words more, at most
     raw = path.read_bytes()
@@ -37,7 +37,7 @@ def test_a_text_comes_back_and_what_is_cut_or_foreign_does_not(tmp_path: Path):
     (tmp_path / "cut").write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(ValueError, match="SHA-256"):
         unpack(PARAMS, tmp_path / "cut")
-    checkpoint.write(tmp_path / "foreign", {"words": arrays["words"]}, {"kind": "weights"})
+    array_file.write(tmp_path / "foreign", {"words": arrays["words"]}, {"kind": "weights"})
     with pytest.raises(ValueError, match="no text that jkv packed"):
         unpack(PARAMS, tmp_path / "foreign")
     with pytest.raises(ValueError, match="another model"):
@@ -68,9 +68,9 @@ def test_probabilities_that_drift_are_refused_and_so_are_other_machines(tmp_path
         drifting(by)
         with pytest.raises(ValueError, match="its text does not come back, as another machine or jaxlib"):
             unpack(PARAMS, path)
-    arrays, meta = checkpoint.read(path)
+    arrays, meta = array_file.read(path)
     drifting(0)
-    checkpoint.write(tmp_path / "b.jkv", {"words": np.full_like(arrays["words"], 2**32 - 1)}, meta)
+    array_file.write(tmp_path / "b.jkv", {"words": np.full_like(arrays["words"], 2**32 - 1)}, meta)
     with pytest.raises(ValueError, match="its text does not come back"):
         unpack(PARAMS, tmp_path / "b.jkv")
     other = byte_tokenizer()

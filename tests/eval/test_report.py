@@ -6,7 +6,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from jkv.eval import report
-from jkv.eval.points import points
+from jkv.eval.pareto import points
 
 
 def row(cache, task="ppl/pydoc", size=50, **more):

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jkv.eval.store import Visit, continued, encoder, moments, order, pauses, replay, rows, trace
+from jkv.eval.store_replay import Visit, continued, encoder, moments, order, pauses, replay, rows, trace
 from jkv.io.errors import FormatError
-from jkv.io.evict import Entry, Evict, Learned
-from jkv.io.store import BLOCK, HEADER, Store, chain
+from jkv.prefix_cache.store import BLOCK, HEADER, Store, chain
+from jkv.prefix_cache.store_eviction import Entry, Evict, Learned
 
 pytest.importorskip("optax")
-from jkv.training.continuing import split, train
+from jkv.training.recipes.lpc import split, train
 
 
 def visit(at: float, ids: list[int]) -> Visit:
@@ -83,7 +83,7 @@ def test_what_comes_at_one_time_comes_in_its_order():
 def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same trace through both, whose blocks are all of one size; room for 64, of which eight go at once."""
     visits, blocks, clock = talks(40, 3), 64, [0]
-    monkeypatch.setattr("jkv.io.store.time.time_ns", lambda: clock[0])
+    monkeypatch.setattr("jkv.prefix_cache.store.time.time_ns", lambda: clock[0])
     for part in ("io", "eval"):
         monkeypatch.setattr(f"jkv.{part}.store.AT_ONCE", 8)
     record = {"k": np.zeros(16_000, np.float32)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.eval import corpora, measure
+from jkv.eval import corpora, quality
 from jkv.eval.experiments import Setting
 from jkv.eval.tokens import entropies, measured, stream, study
 from support.speaking import TINY, byte_tokenizer
@@ -58,6 +58,6 @@ def test_bytes_of_a_cache_are_counted_by_those_of_its_text():
     first, full, coded = measured(s, ids, "pydoc", 64, text, lambda _: None).rows
     assert first["tokens"] == len(text.encode()) and first["bytes_token"] == 1 and len(first["bits"]) == 5
     assert full["kv_byte"] == pytest.approx(full["bytes"] / 64) and full["bits_token"] == full["bits_byte"]
-    assert full["bits_token"] == pytest.approx(math.log2(measure.perplexity(params, jkv.parse("full"),
-        measure.Texts(ids, 64))["ppl"]), abs=1e-3)  # fmt: skip
+    assert full["bits_token"] == pytest.approx(math.log2(quality.perplexity(params, jkv.parse("full"),
+        quality.Texts(ids, 64))["ppl"]), abs=1e-3)  # fmt: skip
     assert coded["kv_byte"] < 0.6 * full["kv_byte"]

@@ -16,7 +16,7 @@ import pytest
 import jkv
 from jkv import models
 from jkv.generation import cache_file
-from jkv.io import checkpoint
+from jkv.io import array_file
 from jkv.io.errors import FormatError
 from support import tiny
 
@@ -60,9 +60,9 @@ def test_a_turned_bit_is_refused_or_says_nothing(cache, path):
 
 def rewritten(path: Path, change: Any) -> None:
     """The file with another description and other arrays, sealed again: as one who means harm would."""
-    arrays, meta = checkpoint.read(path)
+    arrays, meta = array_file.read(path)
     change(arrays, meta)
-    checkpoint.write(path, arrays, meta)
+    array_file.write(path, arrays, meta)
 
 
 DEEP = "(" * 50_000 + ")" * 50_000
@@ -191,13 +191,13 @@ def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params
 
 def test_arrays_that_nobody_asked_for_are_not_read(path, monkeypatch):
     rewritten(path, lambda arrays, meta: arrays.update(more=np.zeros(1 << 20)))
-    monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
+    monkeypatch.setattr(array_file, "digest", lambda *_: pytest.fail("the arrays were read"))
     with pytest.raises(FormatError, match="holds array more"):
         jkv.load_cache(path, PARAMS)
 
 
 def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "digest", lambda *_: pytest.fail("the arrays were read"))
+    monkeypatch.setattr(array_file, "digest", lambda *_: pytest.fail("the arrays were read"))
     for other in jax.tree.leaves(PARAMS):
         changed = [x + 1 if x is other else x for x in jax.tree.leaves(PARAMS)]
         params = jax.tree.unflatten(jax.tree.structure(PARAMS), changed)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import loop
-from jkv.memory.cache import Cache
-from jkv.methods import CATALOGUE, checks
-from jkv.methods.budgets import Beyond
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop
+from jkv.methods import CATALOGUE, compatibility
+from jkv.methods.budgets.sizes import Beyond
 from support import rig
 from support.rig import LENGTHS, PARAMS, L
 
@@ -39,12 +39,12 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
     """On top of the budget and at no cost to the prompt, where a method compresses prompts; else within the budget."""
     params, config = case.params, case.config
     if case.text in CODED:
-        checks.check(config, params.config)
+        compatibility.check(config, params.config)
     before = rig.begun(case.tight, params=params)[0]
     share = config.budget.share if isinstance(config.budget, Beyond) else 0
     question = QUESTION[:, -8:] if 0 < share < 1 else QUESTION  # room for a share of what may come
     later = (question >= 0).sum(1).tolist()
-    after, logits = loop.prefill(params, before, jnp.asarray(question), later=True)
+    after, logits = decode_loop.prefill(params, before, jnp.asarray(question), later=True)
     assert np.isfinite(np.asarray(logits)).all()
     start = before.seen.tolist() if config.prefill.skips else LENGTHS
     assert after.prompt.tolist() == list(start) and after.counts.later.tolist() == later
@@ -58,7 +58,7 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
             assert (most[i] <= slots).all() if plan.pooled is None else (most[i].mean(-1) <= slots).all()
         return
     for i in range(ANSWER):
-        answered, _ = loop.step(params, answered, jnp.asarray(rig.FORCED[:, i]))
+        answered, _ = decode_loop.step(params, answered, jnp.asarray(rig.FORCED[:, i]))
     assert int(answered.fill) < int(answered.room) and (answered.counts.generated == ANSWER).all()
     for cache in (after, answered):
         now = held(cache)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import blocks, compiled, loop
-from jkv.generation.prompts import encode
-from jkv.generation.stops import cut, hold
-from jkv.memory.positions import bucket
+from jkv.cache.padding import bucket
+from jkv.core import compilation, decode_loop, layer_step
+from jkv.generation.stop_strings import cut, hold
+from jkv.prompts.tokenization import encode
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +163,14 @@ def calls(monkeypatch):
     """How many tokens each call of the decode loop was asked for in all."""
     asked = []
 
-    begin = compiled.Cost.begin
+    begin = compilation.Cost.begin
 
     def counted(cost, flow, *args, **static):
-        if flow is loop.run_block:
+        if flow is decode_loop.run_block:
             asked.append(int(args[-1]))
         return begin(cost, flow, *args, **static)
 
-    monkeypatch.setattr(compiled.Cost, "begin", counted)
+    monkeypatch.setattr(compilation.Cost, "begin", counted)
     return asked
 
 
@@ -307,15 +307,15 @@ def test_streaming_goes_past_the_context(params):
 @pytest.fixture
 def made(monkeypatch):
     """The names of the programs that are compiled from now on, and whether the main thread compiles them."""
-    made, compiling = [], compiled.Compiled.__init__
+    made, compiling = [], compilation.Compiled.__init__
 
     def init(self, lowered, free):
         name = lowered.compiler_ir().operation.attributes["sym_name"].value
         made.append((name.removeprefix("jit_"), threading.current_thread() is threading.main_thread()))
         compiling(self, lowered, free)
 
-    monkeypatch.setattr(compiled.Compiled, "__init__", init)
-    compiled.forget()
+    monkeypatch.setattr(compilation.Compiled, "__init__", init)
+    compilation.forget()
     return made
 
 
@@ -349,21 +349,21 @@ def test_a_kind_of_layer_is_compiled_once(made, spec):
 
 def test_the_programs_of_a_prompt_are_begun_before_those_of_the_loop(monkeypatch):
     """The first token waits for no others."""
-    begun, begin = [], compiled.ahead
+    begun, begin = [], compilation.ahead
 
     def ahead(function, *args, **static):
         begun.append(function)
         return begin(function, *args, **static)
 
-    monkeypatch.setattr(compiled, "ahead", ahead)
+    monkeypatch.setattr(compilation, "ahead", ahead)
     params = jkv.models.random(jkv.models.TINY)
     for spec in ("h2o(budget=48)", "dapq(budget=48)"):
         begun.clear()
         jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
         if spec.startswith("h2o"):
-            assert begun.index(blocks.attended) < begun.index(loop.said) < begun.index(loop.steps)
+            assert begun.index(layer_step.attended) < begun.index(decode_loop.said) < begun.index(decode_loop.steps)
         else:  # a prompt that stays uncompressed first has other programs
-            assert blocks.attended not in begun
+            assert layer_step.attended not in begun
 
 
 def test_models_that_differ_in_their_tokenizer_share_programs(params, made):
@@ -378,7 +378,7 @@ def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(p
     options: dict = dict(max_new_tokens=24, stop_ids=())
     want = jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens
     made.clear()
-    monkeypatch.setattr(compiled.kernels, "native", lambda: "gpu")
+    monkeypatch.setattr(compilation.kernels, "native", lambda: "gpu")
     assert jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens == want
     assert sorted(made) == [("_run_blocks", False), ("prefill_own", False)]
 
@@ -387,19 +387,19 @@ def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypat
     def init(self, lowered, free):
         raise MemoryError("no room for the program")
 
-    monkeypatch.setattr(compiled.Compiled, "__init__", init)
+    monkeypatch.setattr(compilation.Compiled, "__init__", init)
     double = jax.jit(lambda x: 2 * x)
-    compiled.ahead(double, np.ones(7, np.float32))
+    compilation.ahead(double, np.ones(7, np.float32))
     with pytest.raises(MemoryError, match="no room"):
-        compiled.compiled(double, np.ones(7, np.float32))
+        compilation.compiled(double, np.ones(7, np.float32))
     monkeypatch.undo()
-    assert compiled.compiled(double, np.ones(7, np.float32))[0](np.ones(7, np.float32)).sum() == 14
+    assert compilation.compiled(double, np.ones(7, np.float32))[0](np.ones(7, np.float32)).sum() == 14
 
 
 def test_what_is_compiled_ahead_is_traced_under_the_callers_settings():
     seen = []
     with jax.default_matmul_precision("highest"):
-        compiled.ahead(jax.jit(lambda x: (seen.append(jax.config.jax_default_matmul_precision), x)[1]), np.ones(4))
+        compilation.ahead(jax.jit(lambda x: (seen.append(jax.config.jax_default_matmul_precision), x)[1]), np.ones(4))
     assert seen == ["highest"]
 
 
@@ -408,13 +408,13 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
         return len(jax.devices()[0].client.live_executables())
 
     def run(n):
-        program, seconds = compiled.compiled(double, np.ones(n, np.float32))
+        program, seconds = compilation.compiled(double, np.ones(n, np.float32))
         return np.asarray(program(np.ones(n, np.float32))).sum() == 2 * n and seconds > 0
 
     double = jax.jit(lambda x: 2 * x)
-    monkeypatch.setattr(compiled, "LIMIT", 2)
-    monkeypatch.setattr(compiled, "PROGRAMS", {})
-    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
+    monkeypatch.setattr(compilation, "LIMIT", 2)
+    monkeypatch.setattr(compilation, "PROGRAMS", {})
+    monkeypatch.setattr(compilation, "BEGUN", {})  # what an earlier test began in the background is dropped
     assert run(1) and run(2)
     before = alive()
     assert not run(1) and run(3)  # 2 makes room
@@ -424,37 +424,37 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
 
 def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
     double = jax.jit(lambda x: 2 * x)
-    monkeypatch.setattr(compiled, "MAPS", 24)
-    monkeypatch.setattr(compiled, "PROGRAMS", {})
-    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
-    monkeypatch.setattr(compiled, "maps", lambda: 5 * len(compiled.PROGRAMS))
+    monkeypatch.setattr(compilation, "MAPS", 24)
+    monkeypatch.setattr(compilation, "PROGRAMS", {})
+    monkeypatch.setattr(compilation, "BEGUN", {})  # what an earlier test began in the background is dropped
+    monkeypatch.setattr(compilation, "maps", lambda: 5 * len(compilation.PROGRAMS))
     for n in range(1, 5):
-        compiled.compiled(double, np.ones(n, np.float32))
-    assert len(compiled.PROGRAMS) == 4
-    compiled.compiled(double, np.ones(5, np.float32))  # at 25
-    assert [key[2][0][0] for key in compiled.PROGRAMS] == [(2,), (3,), (4,), (5,)]
-    monkeypatch.setattr(compiled, "maps", lambda: 99)
-    compiled.compiled(double, np.ones(5, np.float32))  # nothing new was compiled
-    assert len(compiled.PROGRAMS) == 4
-    compiled.compiled(double, np.ones(7, np.float32))
-    assert len(compiled.PROGRAMS) == 2  # a prompt's and a loop's always stay
+        compilation.compiled(double, np.ones(n, np.float32))
+    assert len(compilation.PROGRAMS) == 4
+    compilation.compiled(double, np.ones(5, np.float32))  # at 25
+    assert [key[2][0][0] for key in compilation.PROGRAMS] == [(2,), (3,), (4,), (5,)]
+    monkeypatch.setattr(compilation, "maps", lambda: 99)
+    compilation.compiled(double, np.ones(5, np.float32))  # nothing new was compiled
+    assert len(compilation.PROGRAMS) == 4
+    compilation.compiled(double, np.ones(7, np.float32))
+    assert len(compilation.PROGRAMS) == 2  # a prompt's and a loop's always stay
 
 
 def test_the_memory_of_programs_is_bounded(monkeypatch):
     """Twenty programs in turn, each a map: those of a few are there, and those that are not needed are really gone."""
     live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
     double = jax.jit(lambda x: 2 * x)
-    monkeypatch.setattr(compiled, "PROGRAMS", {})
-    monkeypatch.setattr(compiled, "BEGUN", {})  # what an earlier test began in the background is dropped
-    monkeypatch.setattr(compiled, "maps", live)
-    monkeypatch.setattr(compiled, "MAPS", 10_000)
-    monkeypatch.setattr(compiled, "HELD", 4)
+    monkeypatch.setattr(compilation, "PROGRAMS", {})
+    monkeypatch.setattr(compilation, "BEGUN", {})  # what an earlier test began in the background is dropped
+    monkeypatch.setattr(compilation, "maps", live)
+    monkeypatch.setattr(compilation, "MAPS", 10_000)
+    monkeypatch.setattr(compilation, "HELD", 4)
     before, most = live(), 0
     for n in range(1, 21):
-        program, seconds = compiled.compiled(double, np.ones(n, np.float32))
+        program, seconds = compilation.compiled(double, np.ones(n, np.float32))
         assert program.maps == 1 and seconds
         most = max(most, live() - before)
-    assert most <= 5 and len(compiled.PROGRAMS) == 4  # a new one is there before an old one goes
+    assert most <= 5 and len(compilation.PROGRAMS) == 4  # a new one is there before an old one goes
 
 
 def test_what_is_forgotten_leaves_nothing():
@@ -464,18 +464,18 @@ def test_what_is_forgotten_leaves_nothing():
     left = []
     for text in ("full", "int8", "streaming(budget=40)", "knorm(budget=40)", "knorm(budget=50)"):
         jkv.prefill(one, text, PROMPTS[0])
-        compiled.forget()
+        compilation.forget()
         left.append(live())
     assert len(set(left)) == 1
 
 
 def test_maps_are_counted():
     if not os.path.exists("/proc/self/maps"):
-        assert compiled.maps() == 0
+        assert compilation.maps() == 0
         return
-    before = compiled.maps()
+    before = compilation.maps()
     held = [mmap.mmap(-1, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if i % 2 else 0)) for i in range(100)]
-    assert compiled.maps() > before + 50 and len(held) == 100  # neighbours that are alike are one
+    assert compilation.maps() > before + 50 and len(held) == 100  # neighbours that are alike are one
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import compiled
-from jkv.generation import prefill
+from jkv.core import compilation
+from jkv.prompts import prefill
 
 PARAMS = models.random(models.TINY)
 PROMPTS = [[(7 * i) % 97 for i in range(70)], [(11 * i) % 89 for i in range(70)]]
@@ -81,7 +81,7 @@ def test_other_weights_of_the_same_shapes_compile_nothing():
     asked = dict(max_new_tokens=24, stop_ids=())
     first = jkv.generate(PARAMS, "snapkv(budget=48) | int4", PROMPTS[0], **asked)
     other = models.random(models.TINY, seed=1)
-    programs, compiles = list(compiled.PROGRAMS), []
+    programs, compiles = list(compilation.PROGRAMS), []
 
     def heard(event: str, *_: float, **__: object) -> None:
         if event.endswith("backend_compile_duration"):
@@ -92,7 +92,7 @@ def test_other_weights_of_the_same_shapes_compile_nothing():
         second = jkv.generate(other, "snapkv(budget=48) | int4", PROMPTS[0], **asked)
     finally:
         jax.monitoring.unregister_event_duration_listener(heard)
-    assert compiles == [] and second.report.compile_s == 0 and set(compiled.PROGRAMS) == set(programs)
+    assert compiles == [] and second.report.compile_s == 0 and set(compilation.PROGRAMS) == set(programs)
     ids, pos = jnp.asarray([PROMPTS[0]]), jnp.arange(70)[None]
     for params, out in ((PARAMS, first), (other, second)):
         assert out.tokens[0] == int(models.forward(params, ids, pos)[0, -1].argmax())

@@ -11,9 +11,9 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.arrays.narrow import narrow
+from jkv.arrays.x32 import narrow
 from jkv.cli import app
-from jkv.core import compiled
+from jkv.core import compilation
 from support import commands, rig
 from support.rig import PROMPT
 
@@ -28,10 +28,10 @@ def test_tokens_are_those_without_it(case: rig.Case):
         return jkv.generate(rig.MODELS[case.model], case.tight, ROWS, max_new_tokens=20, **how).tokens
 
     for how in ({}, DRAWN):
-        want, programs = said(**how), {*compiled.PROGRAMS}
+        want, programs = said(**how), {*compilation.PROGRAMS}
         with jax.enable_x64(True):
             assert said(**how) == want
-        assert {*compiled.PROGRAMS} <= programs  # none is compiled anew
+        assert {*compilation.PROGRAMS} <= programs  # none is compiled anew
 
 
 def test_drawn_tokens_are_those_without_it():

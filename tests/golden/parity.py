@@ -13,7 +13,7 @@ import numpy as np
 from make import CASES, HERE, LENGTHS, weights
 
 from jkv import models
-from jkv.host import results
+from jkv.utils import json_results
 
 OUT = Path(__file__).parents[2] / "results" / "families.json"
 
@@ -40,5 +40,5 @@ def measured(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    versions = results.versions(["jkv", "jax", "jaxlib", "numpy"])
-    results.write(OUT, {"versions": versions, "dtype": "float32"}, [measured(name) for name in CASES])
+    versions = json_results.versions(["jkv", "jax", "jaxlib", "numpy"])
+    json_results.write(OUT, {"versions": versions, "dtype": "float32"}, [measured(name) for name in CASES])

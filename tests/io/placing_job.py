@@ -18,18 +18,19 @@ import numpy as np
 from typer.testing import CliRunner
 
 import jkv
-from jkv.batch import job, work
-from jkv.bench.shapes import noise
+from jkv.aot import memory_estimate
+from jkv.aot.targets import Target
+from jkv.batch import job
+from jkv.batch import run as job_run
+from jkv.bench.model_shapes import noise
 from jkv.cli import batch as cli
 from jkv.cli.app import app
 from jkv.core import sharding
 from jkv.io import load
+from jkv.io.fingerprint import fingerprint
 from jkv.io.gguf_model import read_gguf
-from jkv.io.identity import fingerprint
 from jkv.methods import parse
-from jkv.plan import programs
-from jkv.plan.target import Target
-from jkv.training import methods
+from jkv.training import commands
 
 sys.path.append(str(Path(__file__).parents[1]))
 from support import ggufs  # noqa: E402
@@ -101,7 +102,7 @@ def at_the_job() -> dict[str, Any]:
         found.update(share=share(what.params), over=what.over is not None, most=max(MOST.values()))
         return SimpleNamespace(code=0)
 
-    work.run = run  # type: ignore[assignment]
+    job_run.run = run  # type: ignore[assignment]
     MOST.clear()
     with tempfile.TemporaryDirectory() as folder:
         (source := Path(folder) / "in.jsonl").write_text('{"tokens": [1]}\n')
@@ -127,7 +128,7 @@ def generated(weights: str | None) -> dict[str, Any]:
     out = jkv.generate(params, cache, rows, max_new_tokens=64)
     most = max(MOST.values())
     over = sharding.over(params)
-    shape = programs.Job(
+    shape = memory_estimate.Job(
         model=params.config,
         config=parse(cache),
         batch=2,
@@ -138,7 +139,7 @@ def generated(weights: str | None) -> dict[str, Any]:
         form=weights,
     )
     target = Target(name="cpu", devices=jax.devices(), memory=None, kernels="xla")
-    prefill, decode = programs.programs(shape, target)
+    prefill, decode = memory_estimate.programs(shape, target)
     held = (out.cache.layers, out.cache.states)
     scores = [x.logprobs for x in jkv.score(params, cache, rows, after)]
     return {
@@ -157,10 +158,10 @@ def at_the_training() -> dict[str, Any]:
     """What `jkv train` has on a device when its training begins."""
     found: dict[str, Any] = {}
 
-    def run(what: methods.Run, **_: Any) -> None:
+    def run(what: commands.Run, **_: Any) -> None:
         found.update(share=share(what.params), over=sharding.over(what.params) is not None, most=max(MOST.values()))
 
-    methods.METHODS["trimkv"] = run
+    commands.METHODS["trimkv"] = run
     MOST.clear()
     done = CliRunner().invoke(app, ["train", "trimkv", "--model", "llama", "--out", "out"])
     return found or {"failed": done.output}

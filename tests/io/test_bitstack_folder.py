@@ -10,18 +10,18 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.io import bitstack, checkpoint
+from jkv.aot.memory_estimate import Job
+from jkv.aot.targets import target
+from jkv.cache.cache import tree_bytes
+from jkv.io import array_file, bitstack
 from jkv.io.errors import FormatError
-from jkv.io.identity import fingerprint, sampled
+from jkv.io.fingerprint import fingerprint, sampled
+from jkv.io.from_pytree import from_tree
 from jkv.io.load import kept
-from jkv.io.source import Source
-from jkv.io.trees import from_tree
-from jkv.memory.cache import tree_bytes
+from jkv.io.model_source import Source
 from jkv.methods import parse
-from jkv.models import params as building
-from jkv.models import signed
-from jkv.plan.programs import Job
-from jkv.plan.target import target
+from jkv.models.weights import bitstack as signed
+from jkv.models.weights import params as building
 
 CONFIG = dict(models.TINY, hidden_size=64, num_hidden_layers=1)
 MODEL = models.read_config(CONFIG)
@@ -163,7 +163,7 @@ def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
 
 def test_a_failed_write_leaves_what_was_there(folder: bitstack.Folder, monkeypatch: pytest.MonkeyPatch):
     before = folder.blocks((0, "o"))
-    monkeypatch.setattr(checkpoint, "_sync", lambda path: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(array_file, "_sync", lambda path: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         folder.write((0, "o"), (before[0] ^ 255, *before[1:]))
     np.testing.assert_array_equal(folder.blocks((0, "o"))[0], before[0])

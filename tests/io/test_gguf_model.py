@@ -11,7 +11,7 @@ import pytest
 from jkv import models
 from jkv.io.errors import FormatError
 from jkv.io.gguf_model import read_gguf
-from jkv.models.scale import Capped
+from jkv.models.softcap import Capped
 from support import ggufs
 
 HF = {

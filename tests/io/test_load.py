@@ -187,4 +187,4 @@ def modules_after(*imports):
 
 def test_importing_the_readers_adds_nothing_heavy():
     # Whatever `import jkv` itself needs is not theirs.
-    assert modules_after("jkv.io.load", "jkv.io.gguf_model", "jkv.io.checkpoint") <= modules_after("jkv")
+    assert modules_after("jkv.io.load", "jkv.io.gguf_model", "jkv.io.array_file") <= modules_after("jkv")

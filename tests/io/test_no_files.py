@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jkv.io import learned, safetensors
+from jkv.io import safetensors, trained_weights
 from jkv.io.errors import FormatError
 
 NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -41,6 +41,6 @@ def test_what_is_no_small_file_is_refused(tmp_path: Path, name: str, kind: str):
 
 
 def test_a_card_holds_no_number_that_json_lacks(tmp_path: Path):
-    learned.write(tmp_path, {"x": np.ones(2)}, {"method": "trimkv", "model": ["a"], "loss": float("nan")})
-    card = json.loads((tmp_path / learned.CARD).read_text(), parse_constant=pytest.fail)
+    trained_weights.write(tmp_path, {"x": np.ones(2)}, {"method": "trimkv", "model": ["a"], "loss": float("nan")})
+    card = json.loads((tmp_path / trained_weights.CARD).read_text(), parse_constant=pytest.fail)
     assert card["loss"] is None and card["method"] == "trimkv"

@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.bench.shapes import noise
+from jkv.bench.model_shapes import noise
 from jkv.core import sharding
 from jkv.io import load
 

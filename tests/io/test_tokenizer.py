@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
+from jkv.io.chat_template import render
 from jkv.io.gguf import open_file
 from jkv.io.gguf_keys import Metadata
 from jkv.io.gguf_vocab import build_tokenizer
-from jkv.io.templates import render
 from jkv.io.tokenizer import Tokenizer
 from support import ggufs
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jkv import methods, models
-from jkv.bench.shapes import SHAPES
-from jkv.plan.programs import Job, decode
-from jkv.plan.target import target
+from jkv.aot.memory_estimate import Job, decode
+from jkv.aot.targets import target
+from jkv.bench.model_shapes import SHAPES
 
 GOLDEN = Path(__file__).with_name("golden_gpu_loop.json")
 CACHES = (

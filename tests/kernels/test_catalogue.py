@@ -15,11 +15,11 @@ from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import methods, models
+from jkv.cache import codec_map
 from jkv.kernels import implementation
-from jkv.kernels.decode_attention import check, reference, tpu_sides
-from jkv.memory import codes
+from jkv.kernels.decode_attention import reference, selftest, tpu_operands
 from jkv.methods import CATALOGUE
-from jkv.methods.checks import check as check_config
+from jkv.methods.compatibility import check as check_config
 from jkv.protocols import Codec, KernelCodes
 from support import rig
 
@@ -54,20 +54,20 @@ def pairs() -> dict[str, tuple[Codec, Codec]]:
 
 def encoded(codec: Codec, x: jax.Array) -> tuple[Codec, jax.Array, KernelCodes | None]:
     """The codec with what it learns of a prompt x f[B,H,C,D], what its code decodes to, and the code."""
-    own = codes.fit(codec, x, jnp.ones(x.shape[:3], bool)) or codec
-    code = codes.encode(own, x)
-    return own, codes.decode(own, code), codes.kernel_codes(own, code)
+    own = codec_map.fit(codec, x, jnp.ones(x.shape[:3], bool)) or codec
+    code = codec_map.encode(own, x)
+    return own, codec_map.decode(own, code), codec_map.kernel_codes(own, code)
 
 
 def asked(q: jax.Array, codec: Codec) -> jax.Array:
     """What its keys are asked for queries f[B,H,G,1,D]."""
-    return codes.query(codec, q[:, :, :, 0])[0][:, :, :, None]
+    return codec_map.query(codec, q[:, :, :, 0])[0][:, :, :, None]
 
 
-def side(x: KernelCodes) -> check.Side:
+def side(x: KernelCodes) -> selftest.Side:
     if x.step is None:
-        return check.Side(bits=0, floats=str(x.codes.dtype), kept=0 if x.kept is None else x.codes.shape[3])
-    return check.Side(bits=x.bits, groups=x.step.shape[3], grain=x.codes.shape[2] // x.step.shape[2])
+        return selftest.Side(bits=0, floats=str(x.codes.dtype), kept=0 if x.kept is None else x.codes.shape[3])
+    return selftest.Side(bits=x.bits, groups=x.step.shape[3], grain=x.codes.shape[2] // x.step.shape[2])
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -75,7 +75,7 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
     """Beside float64 over what kernels are given, and that beside what decodes."""
     how = parameters() if platform == "gpu" else pltpu.InterpretParams()
     kernel = implementation("decode_attention", platform)
-    monkeypatch.setattr(tpu_sides, "_bits", lambda x: x)  # as in test_tpu.py
+    monkeypatch.setattr(tpu_operands, "_bits", lambda x: x)  # as in test_tpu.py
     rng = np.random.default_rng(0)
     sizes, middles = rng.gamma(1, 1, (2, 1, H, 1, D)), rng.standard_normal((2, 1, H, 1, D))
     x = jnp.asarray(rng.standard_normal((2, B, H, C, D)) * sizes + middles, jnp.bfloat16)
@@ -98,7 +98,7 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
         asks = jax.jit(asked)(q, key_codec)
         part = jax.jit(lambda q, k, v: kernel.attention(q, k, v, **places, interpret=how))(asks, k, v)
         given = jax.tree.map(np.asarray, dict(q=asks, k=k, v=v, **places))
-        good, text = check.verdict(check.Case(k=side(k), v=side(v), dim=D, group=G), given, part, platform)
+        good, text = selftest.verdict(selftest.Case(k=side(k), v=side(v), dim=D, group=G), given, part, platform)
 
         def read(q: jax.Array, k: KernelCodes = k, v: KernelCodes = v) -> Any:
             return reference.attention(q, k, v, **places)
@@ -106,7 +106,7 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
         @jax.jit
         def both(q: jax.Array, codecs: Any, keys: jax.Array, values: jax.Array, read: Any = read) -> Any:
             plain = [KernelCodes(codes=x) for x in (keys, values)]
-            found = codes.between_ends(read, q, *codecs, D**-0.5).finish()
+            found = codec_map.between_ends(read, q, *codecs, D**-0.5).finish()
             return jnp.abs(found - reference.attention(q, *plain, **places).finish()).max() / jnp.abs(values).max()
 
         if not good or not (off := both(q.astype(jnp.float32), (key_codec, value_codec), keys, values)) <= 1e-4:

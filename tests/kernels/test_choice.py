@@ -16,18 +16,18 @@ import pytest
 
 import jkv
 from jkv import kernels, methods, models
-from jkv.attention.tiers import kernel_codes
-from jkv.generation import sizes
-from jkv.generation.report import kernels_of, kernels_off
-from jkv.kernels.decode_attention import check, reference
-from jkv.kernels.decode_attention.tpu_sides import least_tile
+from jkv.attention.tier_attention import kernel_codes
+from jkv.generation.receipt import kernels_of, kernels_off
+from jkv.kernels.decode_attention import reference, selftest
+from jkv.kernels.decode_attention.tpu_operands import least_tile
+from jkv.prompts import allocation
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
 
 def empty(text: str, kind: str):
     config = replace(methods.parse(text), kernels=kind)
-    return sizes.empty(config, PARAMS.config, 1, 256, 16, jnp.float32)
+    return allocation.empty(config, PARAMS.config, 1, 256, 16, jnp.float32)
 
 
 def made(text: str, kind: str) -> str:
@@ -44,7 +44,7 @@ def test_a_tpu_reads_them(text: str):
 @pytest.mark.parametrize("text", ["int8", *(f"kivi(group={n})" for n in (16, 32, 128))])
 def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
     """In whole tiles of its kernel, so that no step is padded; of 400 tokens kivi(group=32) had 384 slots."""
-    cache = sizes.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32)
+    cache = allocation.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32)
     config, tier = cache.plan[0].tiers[0], cache.layers[0].tiers[0]
     k, _ = jax.eval_shape(partial(kernel_codes, config=config), tier)
     assert k is not None and k.codes.shape[2] % least_tile(k) == 0 and kernels_of(cache) == "tpu"
@@ -141,7 +141,9 @@ def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monk
         monkeypatch.setattr(gpu, "cuda_versions", SimpleNamespace(cuda_runtime_get_version=lambda v=version: v))
         assert (gpu.supports(jnp.bfloat16, 128, 4) is None) == good
     monkeypatch.setattr(gpu.cuda_versions, "cuda_runtime_get_version", lambda: 12090)
-    assert "CUDA 12.9.0, which miscompiles" in kernels.implementation("column_sums", "gpu").supports(jnp.float16, 64, 1)
+    assert "CUDA 12.9.0, which miscompiles" in kernels.implementation("attention_column_sums", "gpu").supports(
+        jnp.float16, 64, 1
+    )
 
 
 def test_the_receipt_says_which():
@@ -151,13 +153,13 @@ def test_the_receipt_says_which():
 
 def test_checks_want_equal_bits_of_a_second_run():
     """The reference is right; one that is right too, and other the second time, is not."""
-    case, count = replace(next(check.cases(128)), lengths=(128, 80)), iter(range(9))
+    case, count = replace(next(selftest.cases(128)), lengths=(128, 80)), iter(range(9))
 
     def other(q, **rest):
         part = reference.attention(q.astype(jnp.float32), **rest)
         turn = jax.pure_callback(lambda: np.float32(next(count)), jax.ShapeDtypeStruct((), jnp.float32))
         return replace(part, l=part.l * (1 + turn * 2.0**-22))
 
-    assert next(check.verdicts("xla", [case]))[0] == "ok"
-    good, text = check.run(case, "xla", other, again=True)
-    assert not good and "a second run gives other bits" in text and check.run(case, "xla", other)[0]
+    assert next(selftest.verdicts("xla", [case]))[0] == "ok"
+    good, text = selftest.run(case, "xla", other, again=True)
+    assert not good and "a second run gives other bits" in text and selftest.run(case, "xla", other)[0]

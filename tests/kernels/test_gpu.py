@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from gpu_interpreter import parameters
 
-from jkv.arrays.bits import pack
-from jkv.kernels.decode_attention import check
+from jkv.arrays.bitpacking import pack
+from jkv.kernels.decode_attention import selftest
 from jkv.protocols import KernelCodes
 
 pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
 from jax.experimental.mosaic import gpu as mgpu  # noqa: E402
 
-from jkv.kernels.decode_attention import gpu, gpu_order, gpu_sides, gpu_tile  # noqa: E402
+from jkv.kernels.decode_attention import gpu, gpu_layout, gpu_operands, gpu_tile  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 
 pytestmark = pytest.mark.hardware
@@ -39,7 +39,7 @@ def interpreted(**arguments):
 
 
 def refusal(case) -> str | None:
-    p = check.problem(case, "gpu")
+    p = selftest.problem(case, "gpu")
     module, unit = (paged, [case.page]) if case.page else (gpu, [])
     return module.supports(p["k"], p["v"], case.dim, case.group * case.new, *unit)
 
@@ -47,28 +47,28 @@ def refusal(case) -> str | None:
 def fewer():
     """Of the cases with a head dim of 64, those that lie otherwise than with 128; none that is refused."""
     other = {"int4/4", "int2/2", "int2/32 slots", "table2"}
-    return [x for x in check.cases(512) if (x.dim > 64 or str(x.k) in other) and refusal(x) is None]
+    return [x for x in selftest.cases(512) if (x.dim > 64 or str(x.k) in other) and refusal(x) is None]
 
 
 @pytest.mark.parametrize("case", fewer(), ids=str)
 def test_kernel_equals_float64(case, seed, monkeypatch):
     if case.new == 1:  # on a small device programs have several tiles, else several programs share a head
         monkeypatch.setattr(gpu, "processors", lambda: 1)
-    good, text = check.run(case, "gpu", interpreted, seed, QUICK)
+    good, text = selftest.run(case, "gpu", interpreted, seed, QUICK)
     assert good, f"seed {seed}: {text}"
 
 
 def test_the_check_sees_a_wrong_kernel(seed):
-    case = replace(next(check.cases(256)), lengths=(0, 256))
-    problem = check.problem(case, "gpu", seed)
+    case = replace(next(selftest.cases(256)), lengths=(0, 256))
+    problem = selftest.problem(case, "gpu", seed)
     right = interpreted(**problem)
     wrong = [
         replace(right, acc=right.acc * 1.05),
         replace(right, m=right.m + 0.01),
         replace(right, m=jnp.maximum(right.m, -1e30)),  # of a query that sees nothing
     ]
-    assert check.verdict(case, problem, right, "gpu")[0]
-    assert not any(check.verdict(case, problem, part, "gpu")[0] for part in wrong)
+    assert selftest.verdict(case, problem, right, "gpu")[0]
+    assert not any(selftest.verdict(case, problem, part, "gpu")[0] for part in wrong)
 
 
 def planes(codes: np.ndarray, bits: int) -> list[np.ndarray]:
@@ -83,7 +83,7 @@ def table_of(bits: int) -> np.ndarray:
 
 
 def words_of(table: np.ndarray) -> list:
-    return list(gpu_order.table_words(jnp.asarray(table, jnp.bfloat16)[None])[0])
+    return list(gpu_layout.table_words(jnp.asarray(table, jnp.bfloat16)[None])[0])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -107,11 +107,11 @@ def test_fields_are_entries_of_a_table(bits: int):
 
 def test_steps_of_exponents_are_powers_of_two():
     """0, of what is smaller than all that counts; dead slots have 255."""
-    steps = gpu_sides.power(jnp.arange(256, dtype=jnp.uint8))
+    steps = gpu_operands.power(jnp.arange(256, dtype=jnp.uint8))
     np.testing.assert_array_equal(steps, [0, *(2.0 ** (np.arange(1, 255) - 127)), np.inf])
 
 
-def as_floats(words: np.ndarray, how: gpu_order.Take) -> np.ndarray:
+def as_floats(words: np.ndarray, how: gpu_layout.Take) -> np.ndarray:
     """Two float16 of each uint32, by what a thread does with it."""
     moved = [((words >> move if move > 0 else words << -move) & mask).astype(np.uint32) for move, mask in how]
     return np.bitwise_or.reduce(moved)[..., None].view(np.float16)
@@ -122,8 +122,8 @@ def as_floats(words: np.ndarray, how: gpu_order.Take) -> np.ndarray:
 def test_masks_make_codes_of_every_word(bits: int, shift: bool):
     some = np.arange(256, dtype=np.uint8)
     bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
-    for j, field in enumerate(gpu_order.takes(bits, shift)):
-        codes = (bytes_ >> (bits * j) & (2**bits - 1)) * (gpu_order.UNIT * 2.0 ** (0 if shift else bits * j))
+    for j, field in enumerate(gpu_layout.takes(bits, shift)):
+        codes = (bytes_ >> (bits * j) & (2**bits - 1)) * (gpu_layout.UNIT * 2.0 ** (0 if shift else bits * j))
         for h, how in enumerate(field):
             np.testing.assert_array_equal(as_floats(bytes_.view(np.uint32)[:, 0], how), codes[:, [h, h + 2]])
 
@@ -148,8 +148,8 @@ def in_threads(layout, x: np.ndarray) -> np.ndarray:
 def test_masks_make_floats_of_every_byte():
     some = np.array([x for x in range(256) if x % 128 != 127], np.uint8)  # but for NaN, which is some number
     bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
-    values = bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * gpu_order.UNIT8
-    [field] = gpu_order.takes(0, False)
+    values = bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * gpu_layout.UNIT8
+    [field] = gpu_layout.takes(0, False)
     for h, how in enumerate(field):
         np.testing.assert_array_equal(as_floats(bytes_.view(np.uint32)[:, 0], how), values[:, [h, h + 2]])
     bad = np.full(4, 127, np.uint8).view(np.uint32)
@@ -196,19 +196,19 @@ class Words:
 
 
 def operand(
-    tiles: list[np.ndarray], how: gpu_order.Bytes, bits: int, shift: bool = False, table: list[np.uint32] = ()
+    tiles: list[np.ndarray], how: gpu_layout.Bytes, bits: int, shift: bool = False, table: list[np.uint32] = ()
 ) -> list[np.ndarray]:
     """The fields [threads, registers, 2] that threads make of the bytes that they load."""
     loaded = [
         np.ascontiguousarray(in_threads(layout.to_mgpu(), tile)).view(np.uint32).reshape(128, -1).T
         for layout, tile in zip((how.layout, how.thirds), tiles, strict=False)
     ]
-    fields = gpu_order.registers(Words, [list(x) for x in loaded], how, bits, shift, table)
+    fields = gpu_layout.registers(Words, [list(x) for x in loaded], how, bits, shift, table)
     return [np.stack(x, 1)[..., None].view(np.float16) for x in fields]
 
 
 def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
-    values = (codes >> (bits * j) & (2**bits - 1)) * (gpu_order.UNIT * 2.0 ** (bits * j))
+    values = (codes >> (bits * j) & (2**bits - 1)) * (gpu_layout.UNIT * 2.0 ** (bits * j))
     return in_threads(mgpu.WGMMA_LAYOUT, values).reshape(128, -1, 2)
 
 
@@ -225,11 +225,11 @@ def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
 )
 def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (n, w), np.uint8)
-    fields = operand([tile], gpu_order.key_bytes((n, w), piece, span), 4)
+    fields = operand([tile], gpu_layout.key_bytes((n, w), piece, span), 4)
     want = by_digits(by_digits(tile, span, 0) if span else tile, piece, 1)
     for j, field in enumerate(fields):
         np.testing.assert_array_equal(field, wanted(want, 4, j))
-    mine = gpu_order.contracted(gpu_order.contracted(jnp.asarray(tile), span), piece, 1)
+    mine = gpu_layout.contracted(gpu_layout.contracted(jnp.asarray(tile), span), piece, 1)
     np.testing.assert_array_equal(mine, want)
 
 
@@ -239,7 +239,7 @@ def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
 )
 def test_threads_load_values_as_operands(w: int, n: int, fold: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (w, n), np.uint8)
-    fields = operand([tile], gpu_order.value_bytes((w, n), fold, span), 4)
+    fields = operand([tile], gpu_layout.value_bytes((w, n), fold, span), 4)
     want = by_digits(tile, span, 1)
     below = np.concatenate([want[:, i : i + n // fold] for i in range(0, n, n // fold)])
     for j, field in enumerate(fields):
@@ -262,7 +262,7 @@ def drawn(bits: int, dim: int, n: int, table: bool) -> tuple[np.ndarray, list, l
         words = [np.uint32(int(x) & 0xFFFFFFFF) for x in words_of(entries)]
         return bytes_, words, np.split(entries[codes], fields, 1)
     rise = 8 // fields
-    return bytes_, [], [x * (gpu_order.UNIT * 2.0 ** (rise * j)) for j, x in enumerate(np.split(codes, fields, 1))]
+    return bytes_, [], [x * (gpu_layout.UNIT * 2.0 ** (rise * j)) for j, x in enumerate(np.split(codes, fields, 1))]
 
 
 OTHERS = [(3, False), (2, True), (3, True), (4, True)]  # bits, and whether they are of a table
@@ -275,7 +275,7 @@ OTHERS = [(3, False), (2, True), (3, True), (4, True)]  # bits, and whether they
 def test_threads_make_channels_of_keys(bits: int, table: bool, dim: int, n: int, groups: int, span: int):
     bytes_, words, want = drawn(bits, dim, n, table)
     piece = min(bytes_[0].shape[1], dim // groups)
-    how = gpu_order.key_bytes(bytes_[0].shape, piece, span)
+    how = gpu_layout.key_bytes(bytes_[0].shape, piece, span)
     fields = operand(bytes_, how, bits, False, words)
     for j, (field, x) in enumerate(zip(fields, want, strict=True)):
         x = by_digits(by_digits(x, span, 0) if span else x, piece, 1)
@@ -295,7 +295,7 @@ SHAPES = [(128, 128, 128), (128, 128, 64), (256, 64, 64)]  # channels, slots of 
 def test_threads_make_channels_of_values(bits: int, table: bool, dim: int, n: int, span: int):
     bytes_, words, want = drawn(bits, dim, n, table)
     fold = max(1, 64 // bytes_[0].shape[1])
-    how = gpu_order.value_bytes(bytes_[0].T.shape, fold, span)
+    how = gpu_layout.value_bytes(bytes_[0].T.shape, fold, span)
     for field, x in zip(operand([x.T for x in bytes_], how, bits, False, words), want, strict=True):
         x = by_digits(x.T, span, 1)
         below = np.concatenate(np.split(x, fold, 1))
@@ -307,13 +307,13 @@ def test_threads_make_channels_of_values(bits: int, table: bool, dim: int, n: in
 )
 def test_threads_load_rows_in_the_same_order(n: int, piece: int):
     x = np.arange(n)
-    lanes = in_threads(gpu_order.row_layout(n, piece).to_mgpu(), x)
+    lanes = in_threads(gpu_layout.row_layout(n, piece).to_mgpu(), x)
     np.testing.assert_array_equal(lanes, in_threads(gpu_tile.ROW.to_mgpu(), by_digits(x, piece, 0)))
 
 
 def test_threads_load_floats_in_the_same_order():
     x = np.arange(128 * 64).reshape(128, 64)
-    lanes = in_threads(gpu_order.matrix_layout((128, 64), 128).to_mgpu(), x)
+    lanes = in_threads(gpu_layout.matrix_layout((128, 64), 128).to_mgpu(), x)
     np.testing.assert_array_equal(lanes, in_threads(mgpu.WGMMA_LAYOUT, by_digits(x, 128, 0)))
 
 
@@ -329,18 +329,20 @@ def test_stacked_matrices_are_stacked_registers():
 
 
 def test_float16_scales(seed, monkeypatch):
-    monkeypatch.setitem(check.SCALES, "gpu", np.float16)
-    case = check.Case(k=check.Side(bits=2, grain=32), v=check.Side(bits=4, groups=4), slots=512, lengths=(512, 300))
-    good, text = check.run(case, "gpu", interpreted, seed, QUICK)
+    monkeypatch.setitem(selftest.SCALES, "gpu", np.float16)
+    case = selftest.Case(
+        k=selftest.Side(bits=2, grain=32), v=selftest.Side(bits=4, groups=4), slots=512, lengths=(512, 300)
+    )
+    good, text = selftest.run(case, "gpu", interpreted, seed, QUICK)
     assert good, f"seed {seed}: {text}"
 
 
 def test_large_steps_meet_large_queries(seed):
-    case = check.Case(
-        k=check.Side(bits=2, grain=32, size=(15, 15)), v=check.Side(bits=4), slots=256, lengths=(256, 128)
+    case = selftest.Case(
+        k=selftest.Side(bits=2, grain=32, size=(15, 15)), v=selftest.Side(bits=4), slots=256, lengths=(256, 128)
     )
-    p = check.problem(case, "gpu", seed) | {"scale": 16.0}
-    right, part = check.truth(p, check.rounding(case, "gpu")), interpreted(**p)
+    p = selftest.problem(case, "gpu", seed) | {"scale": 16.0}
+    right, part = selftest.truth(p, selftest.rounding(case, "gpu")), interpreted(**p)
     assert np.isfinite(part.acc).all()
     assert (np.abs(part.lse - right["lse"]) <= right["lse_bound"])[right["seen"]].all(), f"seed {seed}"
 
@@ -349,9 +351,9 @@ def test_large_steps_meet_large_queries(seed):
 def test_float16_holds_queries_of_any_size(size: float):
     x = replace(form(2), groups=2)
     q = np.random.default_rng().normal(size=(3, 2, 8, 128)).astype(ml_dtypes.bfloat16).astype(np.float32) * size
-    places, rest = gpu_sides.queries(x, jnp.asarray(q), 0.5, gpu_order.UNIT)
-    scale = 0.5 * gpu_sides.LOG2E
-    sizes = np.asarray(rest)[:, :, -1, :, None] / scale * gpu_order.UNIT
+    places, rest = gpu_operands.queries(x, jnp.asarray(q), 0.5, gpu_layout.UNIT)
+    scale = 0.5 * gpu_operands.LOG2E
+    sizes = np.asarray(rest)[:, :, -1, :, None] / scale * gpu_layout.UNIT
     fields = 2.0 ** (2 * (np.arange(128) // 32))
     places = np.asarray(places, np.float32)
     np.testing.assert_allclose(places * fields * sizes, by_digits(q, 32, 3), atol=size * 2.0**-16)
@@ -359,14 +361,14 @@ def test_float16_holds_queries_of_any_size(size: float):
     np.testing.assert_allclose(rest[:, :, :-1], sums, rtol=1e-4, atol=size * 1e-5)
 
 
-@pytest.mark.parametrize("exponent", [-gpu_sides.SPAN, 0, gpu_sides.SPAN, gpu_sides.SPAN + 1])
+@pytest.mark.parametrize("exponent", [-gpu_operands.SPAN, 0, gpu_operands.SPAN, gpu_operands.SPAN + 1])
 def test_the_largest_weight_fits_float16(exponent):
-    form = gpu_sides.Form(8, 64, 2, 1, np.dtype(np.float16))
+    form = gpu_operands.Form(8, 64, 2, 1, np.dtype(np.float16))
     steps = jnp.ldexp(jnp.linspace(1, 1.99, 100), exponent)
     scales = [(steps / 1000, steps), (-steps, steps)]
-    top = gpu_sides.weighty(form, jnp.zeros((100, 8)), scales)[:, 0]
-    largest = np.float16(np.exp2(-np.asarray(top)) * steps * gpu_sides.RAISE)
-    assert (largest >= gpu_sides.RAISE / 2).all() and np.isfinite(largest).all()
+    top = gpu_operands.weighty(form, jnp.zeros((100, 8)), scales)[:, 0]
+    largest = np.float16(np.exp2(-np.asarray(top)) * steps * gpu_operands.RAISE)
+    assert (largest >= gpu_operands.RAISE / 2).all() and np.isfinite(largest).all()
 
 
 def linear(bits=4, dim=128, slots=256, steps=None, groups=1, scales=jnp.bfloat16) -> KernelCodes:
@@ -445,7 +447,7 @@ def test_pages_that_lie_across_tiles_are_refused():
 
 def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
     """And but for single bits, and for 3 of 64 channels, whose slots have 24 bytes."""
-    for case in check.cases():
+    for case in selftest.cases():
         other = any(x.bits == 1 or (x.bits, case.dim) == (3, 64) for x in (case.k, case.v))
         assert (refusal(case) is not None) == (case.k.kept > 0 or other), case
 

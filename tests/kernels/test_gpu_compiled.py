@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv.aot import cuda
 from jkv.arrays.gather import put
-from jkv.memory import codes as codes_of
-from jkv.memory.empty import empty_side
-from jkv.methods.codecs import Affine, Dense, Float
-from jkv.methods.codecs.levels import Bfp, Levels
-from jkv.plan import cuda
+from jkv.cache import codec_map as codes_of
+from jkv.cache.empty import empty_side
+from jkv.methods.quantization import Affine, Dense, Float
+from jkv.methods.quantization.lookup import Bfp, Levels
 
 if __name__ != "__main__":
     from support.cases import cases
 
     pytest.importorskip("jax.experimental.mosaic.gpu", reason="before jax 0.11 it imports absl: pip install absl-py")
 
-from jkv.kernels.column_sums import gpu as column_sums  # noqa: E402
+from jkv.kernels.attention_column_sums import gpu as column_sums  # noqa: E402
 from jkv.kernels.decode_attention import gpu  # noqa: E402
 from jkv.kernels.paged_attention import gpu as paged  # noqa: E402
 from jkv.kernels.prefill_attention import gpu as prefill  # noqa: E402
@@ -156,7 +156,7 @@ def windows():
 
 
 def decode(form, q, codes, pos, first, last, *pages):
-    """Steps in an inner loop, and a flush that scatters into the tier in an outer one: as `jkv.core.loop` does."""
+    """Steps in an inner loop, and a flush that scatters into the tier in an outer one, as `decode_loop` has them."""
 
     def write(x, i):
         at = (jnp.arange(32, dtype=jnp.int32) * 7 + i) % x.shape[2]

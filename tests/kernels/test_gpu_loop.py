@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jkv.plan import cuda
+from jkv.aot import cuda
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden_gpu_loop.json").read_text())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.kernels.decode_attention import check, tpu_sides
+from jkv.kernels.decode_attention import selftest, tpu_operands
 from jkv.kernels.decode_attention import tpu as whole
 from jkv.kernels.paged_attention import reference, tpu, visits
 from jkv.protocols import KernelCodes
@@ -40,31 +40,31 @@ def test_visits_are_the_tiles_of_the_pages_and_nothing_else_is_read(unit: int, t
             assert (at[row, head, len(want) :] == -1).all()
 
 
-def cases() -> list[check.Case]:
+def cases() -> list[selftest.Case]:
     """Those of the check, and pages of 3 bits, of tables, of exponents and of short floats."""
-    base = check.Case(k=check.Side(bits=3, grain=32), v=check.Side(bits=3, groups=2), slots=SLOTS, page=64)
-    table, power = check.Side(bits=4, table=True), check.Side(bits=4, groups=4, power=True)
+    base = selftest.Case(k=selftest.Side(bits=3, grain=32), v=selftest.Side(bits=3, groups=2), slots=SLOTS, page=64)
+    table, power = selftest.Side(bits=4, table=True), selftest.Side(bits=4, groups=4, power=True)
     more = [replace(base, lengths=(SLOTS, 300)), replace(base, k=table, v=power, page=16, lengths=(SLOTS, 129))]
-    short = check.Side(bits=0, floats="float8_e4m3fn")
-    return [*(x for x in check.cases(SLOTS) if x.page), *more, replace(base, k=short, v=short, lengths=(SLOTS, 300))]
+    short = selftest.Side(bits=0, floats="float8_e4m3fn")
+    return [*(x for x in selftest.cases(SLOTS) if x.page), *more, replace(base, k=short, v=short, lengths=(SLOTS, 300))]
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(tpu_sides, "_bits", lambda x: x)  # the interpreter reads no reference as another dtype
+    monkeypatch.setattr(tpu_operands, "_bits", lambda x: x)  # the interpreter reads no reference as another dtype
     monkeypatch.setattr(whole, "TOGETHER", 384)  # two steps, of three tiles and of one
     return partial(tpu.attention, cores=2, interpret=pltpu.InterpretParams())
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_the_tpu_kernel_equals_float64(case: check.Case, kernel):
-    good, text = check.run(case, "tpu", kernel, seed=3)  # of which a head picks the last page, and it is live
+def test_the_tpu_kernel_equals_float64(case: selftest.Case, kernel):
+    good, text = selftest.run(case, "tpu", kernel, seed=3)  # of which a head picks the last page, and it is live
     assert good, text
 
 
 def test_a_second_run_finds_nothing_of_the_first(kernel):
     case = cases()[2]
-    p = check.problem(case, "tpu")
+    p = selftest.problem(case, "tpu")
     run = jax.jit(partial(kernel, scale=p.pop("scale"), unit=p.pop("unit")))
     one, other = (jax.tree.map(jnp.asarray, p | {"pages": x}) for x in (p["pages"], p["pages"][:, ::-1]))
     first, _, again = run(**one), run(**other), run(**one)
@@ -72,8 +72,8 @@ def test_a_second_run_finds_nothing_of_the_first(kernel):
 
 
 @pytest.mark.parametrize("case", cases()[:2], ids=str)
-def test_the_reference_equals_float64(case: check.Case):
-    good, text = check.run(case, "gpu", lambda q, **rest: reference.attention(q.astype(jnp.float32), **rest))
+def test_the_reference_equals_float64(case: selftest.Case):
+    good, text = selftest.run(case, "gpu", lambda q, **rest: reference.attention(q.astype(jnp.float32), **rest))
     assert good, text
 
 

@@ -13,21 +13,21 @@ from gpu_interpreter import parameters
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
-from jkv.attention import attend
+from jkv.attention import dense
 from jkv.attention.mask import causal
-from jkv.core import deferred, loop
-from jkv.generation import sizes
-from jkv.kernels.prefill_attention import check, reference, spans, tpu, walks_of
+from jkv.core import decode_loop, deferred_prefill
+from jkv.kernels.prefill_attention import reference, selftest, spans, tpu, walks_of
+from jkv.prompts import allocation
 
 pytestmark = pytest.mark.hardware
 
 CASES = [
-    check.Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
-    check.Case(dim=128, group=4, new=300),
-    check.Case(dim=256, group=1, new=65, before=200, lasting=True),
+    selftest.Case(floats="float32", dim=64, group=3, new=150, before=120, window=100),
+    selftest.Case(dim=128, group=4, new=300),
+    selftest.Case(dim=256, group=1, new=65, before=200, lasting=True),
 ]
 MASKS = "pos", "first", "last", "until"
-WINDOWED = check.Case(dim=64, group=8, new=40, before=300, window=90)
+WINDOWED = selftest.Case(dim=64, group=8, new=40, before=300, window=90)
 
 
 @pytest.fixture
@@ -39,17 +39,17 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_tpu_kernel_equals_float64(case: check.Case, small):
-    good, text = check.run(case, "tpu", partial(tpu.attention, interpret=pltpu.InterpretParams()))
+def test_the_tpu_kernel_equals_float64(case: selftest.Case, small):
+    good, text = selftest.run(case, "tpu", partial(tpu.attention, interpret=pltpu.InterpretParams()))
     assert good, text
 
 
 def test_the_door_asks_the_kernel_for_the_same(small):
     def door(q, k, v, pos, first, last, scale):
         with pltpu.force_tpu_interpret_mode():
-            return attend.attend_window(q, k, v, causal(last, WINDOWED.window), pos, scale, kind="tpu")
+            return dense.attend_window(q, k, v, causal(last, WINDOWED.window), pos, scale, kind="tpu")
 
-    good, text = check.run(WINDOWED, "tpu", door)
+    good, text = selftest.run(WINDOWED, "tpu", door)
     assert good, text
 
 
@@ -58,10 +58,10 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     """As traced, where layers that are alike are one; of the last one only the newest queries of a prompt run."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncompressed(80)
-    cache = sizes.empty(config, params.config, 1, 80, 0, jnp.float32)
+    cache = allocation.empty(config, params.config, 1, 80, 0, jnp.float32)
     ids, span = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
-    probe = partial(deferred.probe, by=config.prefill.probe)
-    for calls, function, *more in ((1, partial(loop.prefill, fresh=True)), (1, probe, span)):
+    probe = partial(deferred_prefill.probe, by=config.prefill.probe)
+    for calls, function, *more in ((1, partial(decode_loop.prefill, fresh=True)), (1, probe, span)):
         traced = str(jax.make_jaxpr(function)(params, cache, ids, *more))
         assert traced.count("name=prefill_attention") == (calls if kind == "tpu" else 0)
 
@@ -76,20 +76,20 @@ def interpreted(**arguments):
 @pytest.mark.parametrize(
     "case",
     [
-        check.Case(floats="float16", dim=64, group=1, new=100, before=70, window=50),
-        check.Case(dim=128, group=1, new=140, before=400, lasting=True),
-        check.Case(dim=256, group=2, new=70, before=200),
+        selftest.Case(floats="float16", dim=64, group=1, new=100, before=70, window=50),
+        selftest.Case(dim=128, group=1, new=140, before=400, lasting=True),
+        selftest.Case(dim=256, group=2, new=70, before=200),
     ],
     ids=str,
 )
-def test_the_gpu_kernel_equals_float64(case: check.Case):
-    good, text = check.run(case, "gpu", interpreted)
+def test_the_gpu_kernel_equals_float64(case: selftest.Case):
+    good, text = selftest.run(case, "gpu", interpreted)
     assert good, text
 
 
 def test_the_reference_equals_float64():
     case = replace(CASES[2], floats="float32")
-    good, text = check.run(case, "gpu", reference.attention)
+    good, text = selftest.run(case, "gpu", reference.attention)
     assert good, text
 
 
@@ -97,11 +97,11 @@ def test_the_check_sees_a_wrong_kernel():
     def wrong(last, **rest):
         return reference.attention(last=last + 1, **rest)
 
-    assert not check.run(replace(CASES[2], floats="float32"), "gpu", wrong)[0]
+    assert not selftest.run(replace(CASES[2], floats="float32"), "gpu", wrong)[0]
 
 
 def test_spans_are_the_tiles_that_are_seen():
-    p = check.problem(check.Case(new=96, before=64, window=40))
+    p = selftest.problem(selftest.Case(new=96, before=64, window=40))
     begin, end = (np.asarray(x) for x in spans(*map(jnp.asarray, (p["pos"], p["first"], p["last"])), 32, 16))
     at = p["pos"][:, None]
     see = (at >= 0) & (at >= p["first"][:, :, None]) & (at <= p["last"][:, :, None])
@@ -113,7 +113,7 @@ def test_spans_are_the_tiles_that_are_seen():
 
 
 def test_walks_are_the_tiles_that_are_seen_those_in_front_whole():
-    p = check.problem(check.Case(new=96, before=160, window=150, lasting=True))
+    p = selftest.problem(selftest.Case(new=96, before=160, window=150, lasting=True))
     order, clear, count = (np.asarray(x) for x in walks_of(*(jnp.asarray(p[x]) for x in MASKS), 8, 4))
     at, last = p["pos"][:, None], p["last"][:, :, None]
     see = ((at >= 0) & (at >= p["first"][:, :, None]) & (at <= last))[:, None]
@@ -129,20 +129,20 @@ def test_walks_are_the_tiles_that_are_seen_those_in_front_whole():
 
 
 def test_which_one_runs():
-    assert attend.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8).name == "tpu"
-    assert attend.prompt_kernel("xla", jnp.float16, 512, 512, 8).name == "xla"
+    assert dense.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8).name == "tpu"
+    assert dense.prompt_kernel("xla", jnp.float16, 512, 512, 8).name == "xla"
     for dtype, dim, groups, why in (
         (jnp.float16, 64, 1, "keys in float16; bfloat16 or float32"),
         (jnp.bfloat16, 100, 1, "head_dim=100; multiples of 8 up to 256"),
         (jnp.bfloat16, 64, 32, "32 queries a kv head of 64 channels; 16 at most"),
     ):
         with pytest.raises(ValueError, match=f"the tpu kernel of prefill_attention does not take {why}"):
-            attend.prompt_kernel("tpu", dtype, dim, dim, groups)
+            dense.prompt_kernel("tpu", dtype, dim, dim, groups)
 
 
 def test_an_automatic_choice_falls_back_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
     kernels._say.cache_clear()
     with caplog.at_level("INFO", "jkv"):
-        assert attend.prompt_kernel("auto", jnp.bfloat16, 512, 512, 1).name == "xla"
+        assert dense.prompt_kernel("auto", jnp.bfloat16, 512, 512, 1).name == "xla"
     assert "prefill_attention runs on xla: the tpu kernel does not take head_dim=512" in caplog.text

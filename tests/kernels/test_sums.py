@@ -15,10 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import kernels, methods, models
 from jkv.attention import evidence
-from jkv.core import loop
-from jkv.generation import sizes
-from jkv.kernels.column_sums import check, reference, tpu
-from jkv.kernels.prefill_attention.check import Case
+from jkv.core import decode_loop
+from jkv.kernels.attention_column_sums import reference, selftest, tpu
+from jkv.kernels.prefill_attention.selftest import Case
+from jkv.prompts import allocation
 
 pytestmark = pytest.mark.hardware
 
@@ -38,7 +38,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_equals_float64(case: Case, small):
-    good, text = check.run(case, partial(tpu.sums, interpret=pltpu.InterpretParams()))
+    good, text = selftest.run(case, partial(tpu.sums, interpret=pltpu.InterpretParams()))
     assert good, text
 
 
@@ -53,14 +53,14 @@ def test_the_kernel_equals_float64(case: Case, small):
 )
 def test_the_gpu_kernel_equals_float64(case: Case):
     interpret = parameters()
-    from jkv.kernels.column_sums import gpu
+    from jkv.kernels.attention_column_sums import gpu
 
-    good, text = check.run(case, partial(gpu.sums, interpret=interpret))
+    good, text = selftest.run(case, partial(gpu.sums, interpret=interpret))
     assert good, text
 
 
 def test_the_reference_equals_float64():
-    good, text = check.run(CASES[0], reference.sums)
+    good, text = selftest.run(CASES[0], reference.sums)
     assert good, text
 
 
@@ -68,11 +68,11 @@ def test_the_check_sees_a_wrong_kernel():
     def wrong(first, **rest):
         return reference.sums(first=first + 1, **rest)
 
-    assert not check.run(CASES[0], wrong)[0]
+    assert not selftest.run(CASES[0], wrong)[0]
 
 
 def test_a_lower_sum_is_a_weight():
-    p = check.inputs(CASES[0])
+    p = selftest.inputs(CASES[0])
     half = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"] + 1)), 0.125)
     whole = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"])), 0.125)
     np.testing.assert_allclose(half, whole / np.e, rtol=1e-4)
@@ -83,9 +83,9 @@ def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: i
     """As traced, for the two layers of a model; few queries are the loop's."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
-    cache = sizes.empty(config, params.config, 1, tokens, 0, jnp.float32)
+    cache = allocation.empty(config, params.config, 1, tokens, 0, jnp.float32)
     ids = jnp.ones((1, tokens), jnp.int32)
-    traced = str(jax.make_jaxpr(partial(loop.prefill, fresh=True))(params, cache, ids))
+    traced = str(jax.make_jaxpr(partial(decode_loop.prefill, fresh=True))(params, cache, ids))
     assert traced.count("name=column_sums") in ({calls, calls // 2} if calls else {0})  # layers may share a flush
 
 
@@ -95,7 +95,7 @@ def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
     dtype = jnp.float32
     if kind == "gpu":  # whose interpreter has no switch for a whole program, and whose kernel takes 16 bits
         dtype, interpret = jnp.bfloat16, parameters()
-        from jkv.kernels.column_sums import gpu
+        from jkv.kernels.attention_column_sums import gpu
         from jkv.kernels.prefill_attention import gpu as prefill
 
         monkeypatch.setattr(gpu, "sums", partial(gpu.sums, interpret=interpret))
@@ -105,9 +105,9 @@ def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
     found = []
     for kernel in (kind, "xla"):
         monkeypatch.setattr(kernels, "native", lambda kernel=kernel: kernel)
-        cache = sizes.empty(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype)
+        cache = allocation.empty(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype)
         with pltpu.force_tpu_interpret_mode() if kernel == "tpu" else nullcontext():
-            cache, _ = loop.prefill(params, cache, ids, fresh=True)
+            cache, _ = decode_loop.prefill(params, cache, ids, fresh=True)
         tier = cache.layers[0].tiers[0]
         order = jnp.argsort(tier.pos, axis=-1)[..., -16:]  # a kernel's tier has more slots, which are dead
         found.append([np.asarray(jnp.take_along_axis(x, order, -1)) for x in (tier.pos, tier.columns["mass"])])

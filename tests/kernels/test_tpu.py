@@ -14,17 +14,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import methods, models
 from jkv.arrays.gather import put
-from jkv.core import loop, sampling
-from jkv.generation import sizes
+from jkv.cache import codec_map
+from jkv.core import decode_loop, sampling
 from jkv.kernels.decode_attention import lengths, reference
 from jkv.kernels.decode_attention import tpu as kernel
-from jkv.kernels.decode_attention import tpu_sides as sides
-from jkv.kernels.decode_attention.tpu_walk import Walk
-from jkv.kernels.place import tpu as placing
-from jkv.memory import codes
-from jkv.methods.codecs import Affine, Dense, Sparse
-from jkv.methods.codecs.float8 import Float
-from jkv.methods.codecs.levels import Bfp, Levels
+from jkv.kernels.decode_attention import tpu_operands as sides
+from jkv.kernels.decode_attention.tpu_pipeline import Walk
+from jkv.kernels.scatter_slots import tpu as placing
+from jkv.methods.quantization import Affine, Dense, Sparse
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.lookup import Bfp, Levels
+from jkv.prompts import allocation
 from jkv.protocols import Codec, KernelCodes
 
 pytestmark = pytest.mark.hardware
@@ -104,7 +104,7 @@ def allowed(q, k: KernelCodes, v: KernelCodes, keys, values, scale) -> tuple[flo
 
 @partial(jax.jit, static_argnums=0)
 def coded(codec: Codec, x: jax.Array) -> KernelCodes:
-    return codes.kernel_codes(codec, codes.encode(codec, x))
+    return codec_map.kernel_codes(codec, codec_map.encode(codec, x))
 
 
 def poisoned(x: KernelCodes, dead: np.ndarray) -> KernelCodes:
@@ -241,7 +241,7 @@ def test_what_it_does_not_take_is_named():
     assert kernel.supports(full, full, 64, 8) is None
     some = replace(full, kept=jnp.zeros((1, 1, 128, 8), jnp.uint8))
     assert "keys of some channels in float32; bfloat16" in str(kernel.supports(some, full, 64, 8))
-    narrow, whole = (codes.kernel_codes(INT4, codes.encode(INT4, jnp.zeros((1, 1, 128, d)))) for d in (24, 32))
+    narrow, whole = (codec_map.kernel_codes(INT4, codec_map.encode(INT4, jnp.zeros((1, 1, 128, d)))) for d in (24, 32))
     assert "24 channels in 4 bits; a token in whole multiples of 8" in str(kernel.supports(narrow, narrow, 24, 8))
     assert "in whole multiples of 8 bytes" in str(kernel.supports(replace(narrow, bits=3), whole, 96, 8))
     assert "values of 5 bits; 4 at most" in str(kernel.supports(full, replace(whole, bits=5), 64, 8))
@@ -253,7 +253,9 @@ def test_what_it_does_not_take_is_named():
     assert "values in float16; bfloat16, float32 or uint8" in str(kernel.supports(whole, shorts, 32, 8))
     assert kernel.supports(whole, whole, 32, 8) is None
     shared = Affine(bits=8, axis="channel", group=128)
-    keys = jax.eval_shape(lambda x: codes.kernel_codes(shared, codes.encode(shared, x)), jnp.zeros((1, 1, 128, 64)))
+    keys = jax.eval_shape(
+        lambda x: codec_map.kernel_codes(shared, codec_map.encode(shared, x)), jnp.zeros((1, 1, 128, 64))
+    )
     assert "65 queries a kv head on keys with a step per 128 tokens; 64" in str(kernel.supports(keys, full, 64, 65))
     assert kernel.supports(keys, full, 64, 64) is None
     with pytest.raises(ValueError, match="129 queries a kv head"):
@@ -308,13 +310,13 @@ def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str, atol: flo
 
     def logits(kind: str) -> np.ndarray:
         config = replace(methods.parse(text), kernels=kind)
-        empty = sizes.empty(config, params.config, 2, 120, new, jnp.float32)
-        cache, first = loop.prefill(params, empty, ids, fresh=True)
+        empty = allocation.empty(config, params.config, 2, 120, new, jnp.float32)
+        cache, first = decode_loop.prefill(params, empty, ids, fresh=True)
         if kind == "tpu":
             assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}
-        state = loop.Decoding.start(cache, first, new, forced=jnp.asarray(forced), traced=True)
+        state = decode_loop.Decoding.start(cache, first, new, forced=jnp.asarray(forced), traced=True)
         settings = sampling.make(2, 100, seeds=(0, 0), stop_ids=())
-        return np.asarray(loop.run_blocks(params, state, settings, jnp.int32(new)).trace)
+        return np.asarray(decode_loop.run_blocks(params, state, settings, jnp.int32(new)).trace)
 
     with pltpu.force_tpu_interpret_mode():
         got = logits("tpu")

@@ -17,15 +17,15 @@ import pytest
 from gpu_interpreter import parameters
 
 from jkv import kernels, methods, models
-from jkv.attention.recent import window_kernel
-from jkv.core import loop
-from jkv.generation import sizes
-from jkv.generation.report import kernels_off
-from jkv.kernels.window_attention import check, reference
+from jkv.attention.recent_window import window_kernel
+from jkv.core import decode_loop
+from jkv.generation.receipt import kernels_off
+from jkv.kernels.window_attention import reference, selftest
+from jkv.prompts import allocation
 
 pytestmark = pytest.mark.hardware
 
-Case = check.Case
+Case = selftest.Case
 CASES = [
     Case(dim=64, group=1, rows=1, slots=32),
     Case(dim=128, group=4, rows=8, slots=47),
@@ -56,13 +56,13 @@ def seed() -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_equals_float64(case: Case, seed: int):
-    good, text = check.run(case, "gpu", interpreted(), seed)
+    good, text = selftest.run(case, "gpu", interpreted(), seed)
     assert good, f"seed {seed}: {text}"
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[7]], ids=str)
 def test_the_reference_equals_float64(case: Case, seed: int):
-    good, text = check.run(case, "xla", reference, seed)
+    good, text = selftest.run(case, "xla", reference, seed)
     assert good, f"seed {seed}: {text}"
 
 
@@ -78,7 +78,7 @@ def test_the_check_sees_a_wrong_kernel():
         return part, k, v
 
     for wrong in (late, elsewhere, forgotten):
-        assert not check.run(Case(), "xla", SimpleNamespace(entered=wrong))[0]
+        assert not selftest.run(Case(), "xla", SimpleNamespace(entered=wrong))[0]
 
 
 @pytest.mark.parametrize("more", [{}, dict(model_type="mistral", sliding_window=9)], ids=["whole", "window"])
@@ -95,10 +95,10 @@ def test_steps_ask_the_kernel_for_the_same(more, monkeypatch):
     found = []
     for kind in ("gpu", "xla"):
         config = replace(methods.parse("snapkv(budget=16, window=8)"), kernels=kind, recent=4, block=5)
-        cache = sizes.empty(config, params.config, 2, 20, 8, jnp.bfloat16)
-        cache, logits = loop.prefill(params, cache, ids, fresh=True)
+        cache = allocation.empty(config, params.config, 2, 20, 8, jnp.bfloat16)
+        cache, logits = decode_loop.prefill(params, cache, ids, fresh=True)
         for token in ((3, 4), (5, -1), (6, 7), (8, 9), (1, 2), (2, 3)):
-            cache, logits = loop.step(params, cache, jnp.array(token))
+            cache, logits = decode_loop.step(params, cache, jnp.array(token))
         window, ring = cache.layers[1].recent, cache.layers[1].queries
         live = (window.pos >= 0)[:, None, :, None]
         held = jnp.where(live, window.k, 0), jnp.where(live, window.v, 0), window.pos
@@ -129,5 +129,5 @@ def test_which_one_reads_it(monkeypatch):
         with pytest.raises(ValueError, match=f"the gpu kernel of window_attention does not take {why}"):
             window_kernel("gpu", dtype, dim, width, 4)
     monkeypatch.setattr(kernels, "native", lambda: "gpu")
-    cache = sizes.empty(methods.parse("full"), models.random(models.TINY).config, 1, 64, 16, jnp.float32)
+    cache = allocation.empty(methods.parse("full"), models.random(models.TINY).config, 1, 64, 16, jnp.float32)
     assert "window_attention runs on xla: the gpu kernel does not take keys in float32" in kernels_off(cache)

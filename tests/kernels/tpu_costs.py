@@ -22,13 +22,13 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.kernels.column_sums import tpu as columns
+from jkv.aot import tpu
+from jkv.kernels.attention_column_sums import tpu as columns
 from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
-from jkv.kernels.decode_attention.tpu_sides import least_tile
+from jkv.kernels.decode_attention.tpu_operands import least_tile
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
-from jkv.methods.codecs import Sparse
-from jkv.plan import tpu
+from jkv.methods.quantization import Sparse
 from jkv.protocols import KernelCodes
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")

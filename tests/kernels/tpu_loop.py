@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jkv import methods, models
-from jkv.bench.shapes import SHAPES
+from jkv.aot.hlo import cycles
+from jkv.aot.memory_estimate import Job, decode, programs
+from jkv.aot.targets import target
+from jkv.bench.model_shapes import SHAPES
 from jkv.models.llama import linear
-from jkv.plan.hlo import cycles
-from jkv.plan.programs import Job, decode, programs
-from jkv.plan.target import target
 
 LLAMA, QWEN, SMOLLM = "llama-3.1-8b", "qwen3-8b", "smollm2-135m"
 SIZES = {LLAMA: (8, 32768), QWEN: (8, 32768), SMOLLM: (64, 8192)}  # rows, and tokens of each

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.attention.mask import Mask
-from jkv.attention.recent import entered
-from jkv.kernels.window_attention import check, gpu, reference
+from jkv.attention.recent_window import entered
+from jkv.kernels.window_attention import gpu, reference, selftest
 from jkv.protocols import Window
 
 
@@ -29,7 +29,7 @@ def run(scale: float, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 if __name__ == "__main__":
     gpu.entered = reference.entered
-    p = check.problem(check.Case(slots=20))
+    p = selftest.problem(selftest.Case(slots=20))
     program, arrays = jax.jit(partial(run, p.pop("scale"))), jax.tree.map(jnp.asarray, p)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     names = {0: (), 2: ("data",), 4: ("data", "model"), 5: ("data", "model")}

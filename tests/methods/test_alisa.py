@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.methods.selectors.heavy import Heavy
+from jkv.methods.selection.last_attention import Heavy
 from support import rig
 from support.looks import looked
 from support.rig import CASES, LENGTHS, PARAMS, PROMPT, D, G, H, L

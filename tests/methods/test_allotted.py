@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.arrays.bits import pack, unpack
-from jkv.methods.codecs.affine import STEPS
-from jkv.methods.codecs.allotted import LOSS, Allotted, allotted
-from jkv.methods.codecs.levels import lloyd_max
-from jkv.methods.codecs.nonuniform import NonUniform
-from jkv.methods.codecs.sensitive import Sensitivity, Transformed
+from jkv.arrays.bitpacking import pack, unpack
+from jkv.methods.quantization.bit_allocation import LOSS, Allotted, allotted
+from jkv.methods.quantization.integer import STEPS
+from jkv.methods.quantization.kvquant import NonUniform
+from jkv.methods.quantization.lookup import lloyd_max
+from jkv.methods.quantization.sensitivity import Sensitivity, Transformed
 from jkv.protocols import Codec
 from support.tiny import SENSITIVITY
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from jkv import methods, models
-from jkv.generation import sizes
-from jkv.io import learned
-from jkv.memory.cache import tree_bytes
-from jkv.methods.budgets import Beyond
-from jkv.methods.prefills import PromptCompression
+from jkv.cache.cache import tree_bytes
+from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Beyond
+from jkv.methods.prefill.deferred import PromptCompression
+from jkv.prompts import allocation
 
 # no weights, and no plan, of these come with jkv
 GIVEN = ("kvzap", "fastkvzip", "duoattention", "planned", "s3attention")
@@ -44,13 +44,13 @@ def followed(config) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in methods.CATALOGUE if name not in GIVEN])
 def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
-    card = json.loads((learned.SHIPPED / "smollm2-135m" / learned.CARD).read_text())
-    monkeypatch.setattr(learned, "fingerprint", lambda params: card["model"][0])
+    card = json.loads((trained_weights.SHIPPED / "smollm2-135m" / trained_weights.CARD).read_text())
+    monkeypatch.setattr(trained_weights, "fingerprint", lambda params: card["model"][0])
     for text in texts(name):
         config = methods.parse(text).bound(WORDLESS)  # type: ignore[arg-type]
         for new, share in followed(config):
-            plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT + new, new, dtype)
-            _, (full, _) = sizes.layout(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype)
+            plan, (layers, _) = allocation.layout(config, MODEL, 1, PROMPT + new, new, dtype)
+            _, (full, _) = allocation.layout(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype)
             for layer, made in zip(plan, layers, strict=True):
                 reads = max(layer.needs.queries, layer.block if layer.needs.new else 0)
                 assert (0 if made.queries is None else made.queries.pos.shape[1]) == reads, text
@@ -80,11 +80,11 @@ def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
 def test_layers_that_are_exempt_keep_everything():
     for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
         config = methods.parse(f"knorm({size}, dense_layers=2)")
-        plan, (layers, _) = sizes.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
+        plan, (layers, _) = allocation.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
         assert [x.capacity == PROMPT for x in plan] == [True] * 2 + [False] * 28, size
         assert not plan[0].tiers[0].evicts and all(x.tiers[0].evicts for x in plan[2:])
         assert "bytes" not in size or tree_bytes(layers) <= 20 * 2**20
-        plain, _ = sizes.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
+        plain, _ = allocation.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
         assert "bytes" in size or [x.capacity for x in plan[2:]] == [x.capacity for x in plain[2:]]
     with pytest.raises(ValueError, match="0 or more"):
         methods.parse("knorm(budget=256, dense_layers=-1)")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.methods.divisions import proportional
-from jkv.methods.scores.attention import WindowMass
-from jkv.methods.scores.dispersion import Dispersed
+from jkv.methods.budgets.layers import proportional
+from jkv.methods.eviction.attention import WindowMass
+from jkv.methods.eviction.cake import Dispersed
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
 from support.scenes import Scene

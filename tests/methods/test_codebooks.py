@@ -12,16 +12,16 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.arrays.tree import part
-from jkv.core import compiled, loop
-from jkv.generation import sizes
+from jkv.arrays.pytree import part
+from jkv.cache.codec_map import decode
+from jkv.core import compilation, decode_loop
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.errors import FormatError
-from jkv.memory.codes import decode
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs import Dense
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, TierSpec
+from jkv.methods.quantization import Dense
+from jkv.prompts import allocation
 from jkv.protocols import Code, Codec
 from support.codebook import Codebook
 
@@ -71,15 +71,15 @@ def test_every_layer_and_head_reads_what_its_own_table_decodes(config: CacheConf
         plan.append(replace(numbers, tiers=tuple(coded)))
     assert all((tier.pos >= 0).any() for tier in layers[0].tiers)
     dense = replace(cache, layers=tuple(layers), plan=tuple(plan))
-    got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, dense))
+    got, want = (decode_loop.step(PARAMS, x, token)[1] for x in (cache, dense))
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
 def test_layers_share_their_programs_whatever_their_tables_are():
     def programs(config: CacheConfig) -> dict[str, int]:
-        before = set(compiled.PROGRAMS)
+        before = set(compilation.PROGRAMS)
         answered(config)
-        made = Counter(key[0].__name__ for key in compiled.PROGRAMS if key not in before)
+        made = Counter(key[0].__name__ for key in compilation.PROGRAMS if key not in before)
         return {name: made[name] for name in ("attended", "flushed", "flushed_due", "steps")}
 
     config = replace(OWN, codec=(tables(H, 2), tables(1, 3)), block=24)
@@ -97,7 +97,7 @@ def test_a_saved_cache_goes_on_with_the_tables_that_it_was_made_with(tmp_path, c
     again = load_cache(path, PARAMS, config)
     for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(loop.step(PARAMS, again, token)[1], loop.step(PARAMS, cache, token)[1])
+    np.testing.assert_array_equal(decode_loop.step(PARAMS, again, token)[1], decode_loop.step(PARAMS, cache, token)[1])
     with pytest.raises(FormatError, match="weights"):
         load_cache(path, PARAMS, jax.tree.map(lambda x: x + 1, config))
 
@@ -107,7 +107,9 @@ def test_a_plan_shares_no_array_with_its_config_nor_between_tiers(layers: int):
     """A program that takes a cache over takes its plan along."""
     config = replace(OWN, tiers=(TierSpec(size=0.5), TierSpec()))
     config = replace(config, codec=jax.tree.map(lambda x: x[:layers], config.codec))
-    plan = sizes.empty(config, models.read_config(SHAPE | dict(num_hidden_layers=layers)), 1, 90, 30, jnp.float32).plan
+    plan = allocation.empty(
+        config, models.read_config(SHAPE | dict(num_hidden_layers=layers)), 1, 90, 30, jnp.float32
+    ).plan
     held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((plan, config))]
     assert len(jax.tree.leaves(plan)) == 4 * layers and len(set(held)) == len(held)
 

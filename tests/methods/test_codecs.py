@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.arrays.bits import pack, unpack
-from jkv.memory.empty import empty_side
-from jkv.methods.codecs import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Sparse, Ternary
-from jkv.methods.codecs.affine import best_share
+from jkv.arrays.bitpacking import pack, unpack
+from jkv.cache.empty import empty_side
+from jkv.methods.quantization import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Sparse, Ternary
+from jkv.methods.quantization.integer import best_share
 
 CODECS = [
     Dense(),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jkv.methods import parse
-from jkv.methods.codecs import Affine, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
-from jkv.methods.codecs.codebook import codebook, fitted, nearest
-from jkv.methods.codecs.gear import factors
-from jkv.methods.codecs.nsn import apart, hadamard, joined
-from jkv.methods.codecs.vid import fourier
+from jkv.methods.quantization import Affine, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
+from jkv.methods.quantization.codebook import codebook, fitted, nearest
+from jkv.methods.quantization.gear import factors
+from jkv.methods.quantization.nsnquant import apart, hadamard, joined
+from jkv.methods.quantization.vidkv import fourier
 from jkv.protocols import Code
 
 

@@ -12,12 +12,12 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import flush, loop
-from jkv.generation import sizes
-from jkv.io import learned as io
+from jkv.core import decode_loop, flush
+from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.methods.config import resolve
-from jkv.methods.scores import delayed
+from jkv.methods.eviction import dms
+from jkv.prompts import allocation
 from support import rig
 from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from support.scenes import evidence
@@ -29,9 +29,9 @@ TEXT = rig.CASES["dms"][0].tight
 def ranked(said, window: int) -> np.ndarray:
     """Of tokens 0, 1, ... that were just read, and of which each says whether the one before is to leave."""
     said = jnp.asarray(said, jnp.float32)[None, None]
-    score = delayed.Delayed(window=window)
+    score = dms.Delayed(window=window)
     ev = evidence(np.eye(said.shape[2]))
-    ev = dataclasses.replace(ev, columns={"said": said, "mark": jnp.full_like(said, -delayed.KEEP)})
+    ev = dataclasses.replace(ev, columns={"said": said, "mark": jnp.full_like(said, -dms.KEEP)})
     plan = SimpleNamespace(score=score, expires=True, window=None)
     return np.asarray(flush.ranked(dataclasses.replace(ev, columns=score.observe(ev)), plan))[0, 0]  # type: ignore[arg-type]
 
@@ -40,8 +40,8 @@ def test_the_example_of_the_paper():
     flags = np.array([1, 0, 1, 1, 0, 0])
     said = np.where(np.append(0, flags[:-1]), 2.0, -2.0)  # one token later
     pos, said_of = jnp.arange(6)[None, None], jnp.asarray(said, jnp.float32)[None, None]
-    columns = {"said": said_of, "mark": jnp.full_like(said_of, -delayed.KEEP)}
-    until = delayed.Delayed(window=2).expires(columns, pos)[0, 0]
+    columns = {"said": said_of, "mark": jnp.full_like(said_of, -dms.KEEP)}
+    until = dms.Delayed(window=2).expires(columns, pos)[0, 0]
     assert np.flatnonzero((np.arange(6) <= 5) & (np.asarray(until) >= 5)).tolist() == [1, 3, 4, 5]
     assert np.flatnonzero(ranked(said, 2) > -np.inf).tolist() == [1, 4, 5]  # for the query after: 3 is too old
     assert (ranked(said, 2) == np.inf).tolist() == [False] * 4 + [True] * 2
@@ -56,12 +56,12 @@ def test_the_unmarked_rank_by_how_sure_they_are():
 def test_pads_between_two_turns_say_nothing():
     said = jnp.asarray([[[7.0, 9.0, 9.0, 3.0, 9.0, -1.0]]])
     pos = jnp.asarray([[0, -1, -1, 1, -1, 2]])
-    np.testing.assert_array_equal(delayed.said_by_next(said, pos[:, None])[0, 0, [0, 3, 5]], [3, -1, -delayed.KEEP])
+    np.testing.assert_array_equal(dms.said_by_next(said, pos[:, None])[0, 0, [0, 3, 5]], [3, -1, -dms.KEEP])
 
 
 def marks(x: np.ndarray, layer: int) -> np.ndarray:
     """bool[H,T] of the block's normed input x f[T,E], in float64."""
-    gate = io.trained(rig.SWITCH, delayed.Delayed()).gate
+    gate = io.trained(rig.SWITCH, dms.Delayed()).gate
     out, gain = (np.asarray(a[layer], np.float64) for a in (gate.out, gate.gain))
     return np.append((100 * (x * gain) @ out.T - 5)[1:], np.full((1, H), -5), 0).T > 0
 
@@ -121,7 +121,7 @@ def test_marked_tokens_leave_at_flushes_though_there_is_room():
 def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
     cache, n = rig.empty(TEXT), LENGTHS[1]
     for token in PROMPT[1, -n:][:60]:
-        cache, _ = loop.step(PARAMS, cache, jnp.full(2, token))
+        cache, _ = decode_loop.step(PARAMS, cache, jnp.full(2, token))
     tier, want = cache.layers[0].tiers[0], forgotten(1)[1][0]  # the first layer's input does not depend on what it saw
     pos, mark, heads = (np.asarray(x)[0, 0] for x in (tier.pos, tier.columns["mark"], tier.head))
     for head in range(H):
@@ -175,4 +175,4 @@ def test_a_model_without_switches_says_how_to_train_them():
     with pytest.raises(ValueError, match="`jkv train dms --model"):
         jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no weights yet"):
-        sizes.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)
+        allocation.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.methods.merges import ZeroClass, shares
-from jkv.methods.scores.hybrid import Even
+from jkv.methods.eviction.critic import Even
+from jkv.methods.merging.weighted import ZeroClass, shares
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, D, H
 from support.scenes import Given, evidence

@@ -11,14 +11,14 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import loop
+from jkv.cache import codec_map
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop
 from jkv.kernels.decode_attention.reference import dense
-from jkv.memory import codes
-from jkv.memory.cache import Cache
 from jkv.methods import parse
-from jkv.methods.codecs import Affine, Dense
-from jkv.methods.codecs.turned import Balanced, Permuted, Projected, Rotated, rotation
 from jkv.methods.config import CacheConfig, TierSpec
+from jkv.methods.quantization import Affine, Dense
+from jkv.methods.quantization.rotation import Balanced, Permuted, Projected, Rotated, rotation
 from jkv.protocols import Code, Codec
 
 SHAPE = models.TINY | dict(hidden_size=64, num_hidden_layers=3)
@@ -56,14 +56,14 @@ many = pytest.mark.parametrize("codec", MANY.values(), ids=list(MANY))
 def test_what_passes_the_ends_is_a_contraction_with_the_decoded(codec: Codec):
     own = jax.tree.map(lambda x: x[1:2], codec)  # of one layer
     x, q, w = drawn(2, H, 16, D) * 3, drawn(2, H, 3, D), abs(drawn(2, H, 3, 16))
-    code = codes.encode(own, x)
-    plain = np.asarray(codes.decode(own, code), np.float64)
-    got = codes.output(own, codes.mix(own, w, code), w.sum(-1))
+    code = codec_map.encode(own, x)
+    plain = np.asarray(codec_map.decode(own, code), np.float64)
+    got = codec_map.output(own, codec_map.mix(own, w, code), w.sum(-1))
     close = dict(atol=3e-4, rtol=0)  # sums of 16 terms of size 10 by 3, in float32
-    np.testing.assert_allclose(codes.dots(own, q, code), np.einsum("bhqd,bhnd->bhqn", q, plain), **close)
+    np.testing.assert_allclose(codec_map.dots(own, q, code), np.einsum("bhqd,bhnd->bhqn", q, plain), **close)
     np.testing.assert_allclose(got, np.einsum("bhqn,bhnd->bhqd", w, plain), **close)
-    assert plain.shape[-1] == D and codes.width(own, code) == D
-    assert codes.inner_width(own, code) == codes.query(own, q)[0].shape[-1]
+    assert plain.shape[-1] == D and codec_map.width(own, code) == D
+    assert codec_map.inner_width(own, code) == codec_map.query(own, q)[0].shape[-1]
 
 
 @many
@@ -71,14 +71,14 @@ def test_kernels_are_given_what_lies_between_the_ends(codec: Codec):
     """Of their codes alone, the queries as `query` makes them and the sums as `output` takes them."""
     own = jax.tree.map(lambda x: x[1:2], codec)
     q, w = drawn(1, H, 3, D), abs(drawn(1, H, 3, 16))
-    code = codes.encode(own, drawn(1, H, 16, D))
-    read = codes.kernel_codes(own, code)
+    code = codec_map.encode(own, drawn(1, H, 16, D))
+    read = codec_map.kernel_codes(own, code)
     assert read is not None
-    keys, plain = dense(read), codes.decode(own, code)
-    asks, more = codes.query(own, q)
+    keys, plain = dense(read), codec_map.decode(own, code)
+    asks, more = codec_map.query(own, q)
     found = jnp.einsum("bhqw,bhnw->bhqn", asks, keys) + (0 if more is None else more[..., None])
     np.testing.assert_allclose(found, jnp.einsum("bhqd,bhnd->bhqn", q, plain), atol=1e-4, rtol=0)
-    found = codes.output(own, jnp.einsum("bhqn,bhnw->bhqw", w, keys), w.sum(-1))
+    found = codec_map.output(own, jnp.einsum("bhqn,bhnw->bhqw", w, keys), w.sum(-1))
     np.testing.assert_allclose(found, jnp.einsum("bhqn,bhnd->bhqd", w, plain), atol=1e-4, rtol=0)
 
 
@@ -93,7 +93,8 @@ def decoded(cache: Cache) -> Cache:
     for layer, numbers in zip(cache.layers, cache.plan, strict=True):
         pairs = list(zip(layer.tiers, numbers.tiers, strict=True))
         plain = [
-            replace(t, k=Code(slots=codes.decode(c.k, t.k)), v=Code(slots=codes.decode(c.v, t.v))) for t, c in pairs
+            replace(t, k=Code(slots=codec_map.decode(c.k, t.k)), v=Code(slots=codec_map.decode(c.v, t.v)))
+            for t, c in pairs
         ]
         layers.append(replace(layer, tiers=tuple(plain)))
         plan.append(replace(numbers, tiers=tuple(replace(c, k=Dense(), v=Dense()) for _, c in pairs)))
@@ -119,7 +120,7 @@ PLACES = {
 def test_a_step_attends_to_what_decodes(config: CacheConfig):
     cache, token = prompted(config), jnp.asarray([3, 5])
     assert all((tier.pos >= 0).any() for layer in cache.layers for tier in layer.tiers)
-    got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, decoded(cache)))
+    got, want = (decode_loop.step(PARAMS, x, token)[1] for x in (cache, decoded(cache)))
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
@@ -127,7 +128,7 @@ def test_scores_see_what_decodes():
     """An eviction by attention to coded tokens keeps the tokens that it keeps of the decoded."""
     config = PLACES["scores that read tiers"]
     cache = prompted(config)
-    after = [loop.prefill(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
+    after = [decode_loop.prefill(PARAMS, x, jnp.asarray([[3] * 12, [5] * 12]))[0] for x in (cache, decoded(cache))]
     for a, b in zip(after[0].layers, after[1].layers, strict=True):
         np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
 
@@ -135,7 +136,7 @@ def test_scores_see_what_decodes():
 def test_floats_stay_as_wide_as_they_are():
     for codec in (MANY["projected"], Rotated(inner=Dense())):
         own = jax.tree.map(lambda x: x[:1], codec)
-        assert codes.encode(own, drawn(1, H, 4, D).astype(jnp.bfloat16)).slots.dtype == jnp.bfloat16
+        assert codec_map.encode(own, drawn(1, H, 4, D).astype(jnp.bfloat16)).slots.dtype == jnp.bfloat16
 
 
 def test_rotations_keep_inner_products():

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.core import loop
+from jkv.cache.cache import Counts, Queries
+from jkv.core import decode_loop
 from jkv.core.flush import limited
-from jkv.memory.cache import Counts, Queries
+from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import resolve
-from jkv.methods.divisions import pyramid
-from jkv.methods.merges import Nearest, shares
-from jkv.methods.scores.attention import Accumulated, Persistence, Recurrence
-from jkv.methods.scores.hybrid import Entropy, Gradient, Normalised, Plus
-from jkv.methods.scores.keys import KeyNorm
-from jkv.methods.scores.position import Oldest
-from jkv.methods.scores.wrappers import Representatives
+from jkv.methods.eviction.attention import Accumulated, Persistence, Recurrence
+from jkv.methods.eviction.critic import Entropy, Gradient, Normalised, Plus
+from jkv.methods.eviction.keys import KeyNorm
+from jkv.methods.eviction.position import Oldest
+from jkv.methods.eviction.wrappers import Representatives
+from jkv.methods.merging.weighted import Nearest, shares
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, MODEL, PARAMS, D, H
 from support.scenes import Given, Scene, attending, evidence
@@ -212,11 +212,11 @@ def turns(text: str, *lengths: int):
     cache, at, given = rig.empty(text, longest=sum(lengths), new=sum(lengths[1::2])), 0, []
     for i, n in enumerate(lengths):
         if i % 2 == 0:
-            cache, _ = loop.prefill(PARAMS, cache, ids[:, at : at + n], fresh=i == 0)
+            cache, _ = decode_loop.prefill(PARAMS, cache, ids[:, at : at + n], fresh=i == 0)
             given += range(at, at + n)
         else:
             for j in range(at, at + n):
-                cache, _ = loop.step(PARAMS, cache, ids[:, j])
+                cache, _ = decode_loop.step(PARAMS, cache, ids[:, j])
         at += n
     return cache, given
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.memory.cache import Counts
-from jkv.memory.layer import Pruning
+from jkv.cache.cache import Counts
+from jkv.cache.spec import Pruning
 from jkv.methods import parse
 from jkv.methods.config import resolve
 from jkv.models import family

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.compiled import Cost
-from jkv.generation.prefill import Prompts
-from jkv.io import learned
+from jkv.core.compilation import Cost
+from jkv.io import trained_weights
 from jkv.io.errors import FormatError
-from jkv.io.learned import trained
+from jkv.io.trained_weights import trained
 from jkv.methods import parse
-from jkv.methods.features import Dictionary, Featured, relevance
-from jkv.methods.prefills import PromptCompression
-from jkv.methods.spans import bm25, disjoint, scaled, sums
+from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.s3attention import Dictionary, Featured, relevance
+from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
+from jkv.prompts.prefill import Prompts
 from support import rig
 from support.rig import BUDGET, FEATURES, LENGTHS, PARAMS, PROMPT
 from support.tiny import LATENT, D, H, L
@@ -163,14 +163,14 @@ def test_a_prompt_within_the_budget_is_read_whole():
 
 
 def arrays() -> dict[str, np.ndarray]:
-    return learned.read(FEATURES, "s3attention")[0]
+    return trained_weights.read(FEATURES, "s3attention")[0]
 
 
 def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
     gate = trained(FEATURES, Featured(tokens=BUDGET)).weights
     assert gate.layers == (0, 1) and gate.active == 6
-    learned.write(tmp_path, vars(gate), {"method": "s3attention", "model": learned.identities(PARAMS)})
-    for name in (learned.WEIGHTS, learned.CARD):
+    trained_weights.write(tmp_path, vars(gate), {"method": "s3attention", "model": trained_weights.identities(PARAMS)})
+    for name in (trained_weights.WEIGHTS, trained_weights.CARD):
         assert (tmp_path / name).read_bytes() == (Path(FEATURES) / name).read_bytes()
 
 
@@ -187,7 +187,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
     ],
 )
 def test_a_folder_of_other_arrays_is_refused(tmp_path: Path, change, says):
-    learned.write(tmp_path, arrays() | change, {"method": "s3attention", "model": []})
+    trained_weights.write(tmp_path, arrays() | change, {"method": "s3attention", "model": []})
     with pytest.raises(FormatError, match=says):
         parse(f"s3attention(gate={str(tmp_path)!r})")
 
@@ -198,11 +198,11 @@ def test_a_foreign_or_damaged_folder_is_refused(tmp_path: Path):
     with pytest.raises(FormatError, match=r"it has no card\.json"):
         parse(f"s3attention(gate={str(tmp_path)!r})")
     some = arrays()
-    learned.write(tmp_path, {x: some[x] for x in some if x != "active"}, {"method": "s3attention", "model": []})
+    trained_weights.write(tmp_path, {x: some[x] for x in some if x != "active"}, {"method": "s3attention", "model": []})
     with pytest.raises(FormatError, match="not those of s3attention"):
         parse(f"s3attention(gate={str(tmp_path)!r})")
-    card = json.loads((tmp_path / learned.CARD).read_text())
-    (tmp_path / learned.CARD).write_text(json.dumps(card | {"sha256": "0"}))
+    card = json.loads((tmp_path / trained_weights.CARD).read_text())
+    (tmp_path / trained_weights.CARD).write_text(json.dumps(card | {"sha256": "0"}))
     with pytest.raises(FormatError, match="SHA-256 differ"):
         parse(f"s3attention(gate={str(tmp_path)!r})")
 
@@ -225,11 +225,11 @@ def test_features_are_of_one_model(tmp_path: Path):
     text = f"s3attention(tokens={BUDGET}, window=8, span=8, gate={{!r}})"
     with pytest.raises(ValueError, match="trained for the model"):
         jkv.prefill(LATENT, text.format(FEATURES), ROWS)
-    learned.write(tmp_path, arrays(), {"method": "s3attention", "model": []})  # for any
+    trained_weights.write(tmp_path, arrays(), {"method": "s3attention", "model": []})  # for any
     with pytest.raises(ValueError, match="features are of 2 kv heads of 16 channels"):
         jkv.prefill(LATENT, text.format(str(tmp_path)), ROWS)
-    deeper = learned.read(tmp_path, "s3attention")[0] | {"layers": np.array([0, 2])}
-    learned.write(tmp_path, deeper, {"method": "s3attention", "model": []})
+    deeper = trained_weights.read(tmp_path, "s3attention")[0] | {"layers": np.array([0, 2])}
+    trained_weights.write(tmp_path, deeper, {"method": "s3attention", "model": []})
     with pytest.raises(ValueError, match="a draft of 3 blocks, of which 2 attend, and the model has 2"):
         jkv.prefill(PARAMS, text.format(str(tmp_path)), ROWS)
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 import jkv
 from jkv import models
 from jkv.core import sharding
-from jkv.eval import measure
-from jkv.generation import sizes
-from jkv.io import learned as io
+from jkv.eval import quality
+from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
-from jkv.methods.budgets import Tokens
-from jkv.methods.divisions import Won
-from jkv.methods.scores import learned
+from jkv.methods.budgets.layers import Won
+from jkv.methods.budgets.sizes import Tokens
+from jkv.methods.eviction import trained_gates
+from jkv.prompts import allocation
 from jkv.protocols import Born
 from support import rig, tiny
 from support.rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
@@ -33,7 +33,7 @@ def ranks(log_beta) -> np.ndarray:
     """Of tokens 0, 1, ... that were just read."""
     column = jnp.asarray(log_beta, jnp.float32)[None, None]
     ev = dataclasses.replace(evidence(np.eye(column.shape[2])), columns={"log_beta": column})
-    return np.asarray(learned.Retention().rank(ev))[0, 0]
+    return np.asarray(trained_gates.Retention().rank(ev))[0, 0]
 
 
 def test_the_ranks_are_those_of_the_example():
@@ -105,12 +105,14 @@ def test_stabilizers_stay_where_the_example_of_locret_lets_them():
 @pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
 def test_equal_gates_are_a_sliding_window(offset: float):
     shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
-    gate = learned.Gate(**{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)})
+    gate = trained_gates.Gate(
+        **{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)}
+    )
     got = ranks(gate(jnp.ones((1, 300, 8)))[0, 0])
     assert (np.diff(got) > 0).all()  # the oldest goes first, also where every beta is 1
 
 
-def log_beta(x: np.ndarray, gate: learned.Gate, layer: int) -> np.ndarray:
+def log_beta(x: np.ndarray, gate: trained_gates.Gate, layer: int) -> np.ndarray:
     """f64[H,T] of x f[T,E]."""
     into, bias, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
     hidden = x.astype(np.float64) @ into.T + bias
@@ -138,7 +140,7 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.prompted(TEXT), io.trained(rig.GATE, learned.Retention()).gate, LENGTHS[row]
+    cache, gate, n = rig.prompted(TEXT), io.trained(rig.GATE, trained_gates.Retention()).gate, LENGTHS[row]
     for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
         want = log_beta(x, gate, layer)
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
@@ -156,13 +158,13 @@ def test_a_token_is_weighed_for_the_queries_ahead():
     beta = np.array([0.9, 0.5, 0.999, 1e-3])
     ev = dataclasses.replace(evidence(np.eye(4)), columns={"log_beta": jnp.log(jnp.asarray(beta))[None, None]})
     for n in (1, 4, 1000):
-        got = np.asarray(learned.Outlook(ahead=n).rank(ev), np.float64)[0, 0]
+        got = np.asarray(trained_gates.Outlook(ahead=n).rank(ev), np.float64)[0, 0]
         want = [np.log(sum(b ** (4 + 1 - i + m) for m in range(n))) for i, b in enumerate(beta)]
         np.testing.assert_allclose(got, want, rtol=2e-4)
-    np.testing.assert_array_equal(learned.Outlook().rank(ev), learned.Retention().rank(ev))
+    np.testing.assert_array_equal(trained_gates.Outlook().rank(ev), trained_gates.Retention().rank(ev))
     np.testing.assert_allclose(sum(0.9 ** (3 + m) for m in range(4)), 2.507031, rtol=1e-6)  # of the paper's code
-    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), -learned.LEAST)})
-    np.testing.assert_allclose(learned.Outlook(ahead=8).rank(slow), np.log(8), rtol=1e-6)
+    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), -trained_gates.LEAST)})
+    np.testing.assert_allclose(trained_gates.Outlook(ahead=8).rank(slow), np.log(8), rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -181,7 +183,7 @@ def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
         assert (np.abs(got[:, row] - (count + spare) / heads) < 1).all()
 
 
-def faded(x: np.ndarray, gate: learned.Deep, layer: int) -> np.ndarray:
+def faded(x: np.ndarray, gate: trained_gates.Deep, layer: int) -> np.ndarray:
     """f64[H,T] of x f[T,E], by a deep gate."""
     into, bias, middle, shift, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
     for w, b in ((into, bias), (middle, shift)):
@@ -193,7 +195,7 @@ def faded(x: np.ndarray, gate: learned.Deep, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("row", [0, 1])
 def test_all_tokens_of_a_request_compete(row: int):
     cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
-    gate = io.trained(rig.DEEP, learned.Outlook()).gate
+    gate = io.trained(rig.DEEP, trained_gates.Outlook()).gate
     fades = [faded(np.asarray(x), gate, i) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
     ranks = (n + 1 - np.arange(n)) * np.stack(fades)  # L,H,n
     best = np.zeros(ranks.size, bool)
@@ -256,7 +258,7 @@ def test_a_gate_of_another_model_is_refused():
     with pytest.raises(ValueError, match="`jkv train trimkv --model"):
         jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no weights yet"):
-        sizes.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
+        allocation.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
 
 
 def test_a_gate_serves_the_model_in_every_dtype():
@@ -273,7 +275,7 @@ def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
     cache = rig.prompted(TEXT)
     (tmp_path / "tiny" / io.WEIGHTS).unlink()  # it is read once
-    costs = [measure.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
+    costs = [quality.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
     assert costs[0] == costs[1] and costs[0][0].bytes > 0
 
 

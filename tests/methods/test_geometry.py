@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.methods.checks import check
-from jkv.methods.scores.chance import Random
-from jkv.methods.scores.geometry import Leverage, NearMass
+from jkv.methods.compatibility import check
+from jkv.methods.eviction.geometry import Leverage, NearMass
+from jkv.methods.eviction.random import Random
 from support import rig
 from support.rig import BUDGET, EVERYTHING, FORCED, MODEL, PROMPT, STEPS, H
 from support.scenes import Scene, evidence

@@ -14,18 +14,18 @@ import jkv
 from golden import make as golden
 from jkv import models
 from jkv.bench.presses import Wordless
-from jkv.core import blocks, compiled, deferred, loop
-from jkv.core.slopes import slopes
-from jkv.generation import sizes
-from jkv.generation.draft import greedy
-from jkv.io.source import Source
-from jkv.memory.cache import Cache
-from jkv.memory.positions import pad
+from jkv.cache.cache import Cache
+from jkv.cache.padding import pad
+from jkv.core import compilation, decode_loop, deferred_prefill, layer_step
+from jkv.core.gradients import slopes
+from jkv.io.model_source import Source
 from jkv.methods import CATALOGUE, parse
-from jkv.methods.checks import check
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.probes import Graded
-from jkv.models.weights import Coded, decoded, forms
+from jkv.methods.prefill.probes import Graded
+from jkv.models.weights.linear import Coded, decoded, forms
+from jkv.prompts import allocation
+from jkv.prompts.greedy import greedy
 from support import rig
 from support.rig import MODEL, PARAMS, H, L
 from support.tiny import HYBRID, LATENT, SUNK
@@ -130,13 +130,13 @@ def wanted(prompt: list[int], ids: list[int], first: int, end: int) -> list[np.n
 def test_attention_counts_as_much_as_the_last_states_depend_on_it():
     config, probe = parse(f"kvgrad(budget=16, piece={PIECE}, sinks={SINKS})"), Graded(piece=PIECE, sinks=SINKS)
     assert config.prefill.probe == probe
-    cache = sizes.empty(config.uncompressed(32), MODEL, 2, 32, 0, jnp.float32)
-    cache, _ = loop.prefill(PARAMS, cache, pad(ROWS, 32), fresh=True)
+    cache = allocation.empty(config.uncompressed(32), MODEL, 2, 32, 0, jnp.float32)
+    cache, _ = decode_loop.prefill(PARAMS, cache, pad(ROWS, 32), fresh=True)
     parts = probe.texts(PARAMS, ROWS, greedy)
     assert [x.span for x in parts] == [[(0, 12), (0, 12)], [(12, 20), (12, 24)], [(24, 24), (24, 26)]]
     for part in parts[:2]:
         ids, span = pad(part.ids, 32), jnp.asarray(part.span)
-        cache = deferred.probe(PARAMS, cache, ids, span, probe)
+        cache = deferred_prefill.probe(PARAMS, cache, ids, span, probe)
     for row, prompt in enumerate(ROWS):
         for part in parts[:2]:
             want = wanted(prompt, part.ids[row], *part.span[row])
@@ -177,8 +177,8 @@ def found(params: models.Params, ids: np.ndarray) -> list[np.ndarray]:
     """Slopes f[1,PROBE] of each layer, of the last of ids behind the others."""
     cache = dense(params, parse("kvgrad(budget=8)"), ids[:PROMPT].tolist())
     new = jnp.asarray(ids[None, PROMPT:], jnp.int32)
-    x, pos, _, _ = blocks.embedded(params.ends, new, cache.counts, cache.fill, None, stay=None, later=False)
-    return [np.asarray(x) for x in slopes(params, cache, x, pos, compiled.call)]
+    x, pos, _, _ = layer_step.embedded(params.ends, new, cache.counts, cache.fill, None, stay=None, later=False)
+    return [np.asarray(x) for x in slopes(params, cache, x, pos, compilation.call)]
 
 
 @pytest.mark.slow
@@ -204,8 +204,8 @@ def families(name: str) -> tuple[models.Params, Any, np.ndarray]:
 def dense(params: models.Params, config: CacheConfig, ids: list[int]) -> Cache:
     """All of a prompt in the recent windows."""
     dtype = params.embed.dtype
-    cache = sizes.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, dtype)
-    return loop.prefill(params, cache, jnp.asarray([ids], jnp.int32), fresh=True)[0]
+    cache = allocation.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, dtype)
+    return decode_loop.prefill(params, cache, jnp.asarray([ids], jnp.int32), fresh=True)[0]
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_scores_are_those_of_its_authors_press(name, monkeypatch):
     probe = Graded(piece=PIECE, sinks=SINKS)
     cache = dense(params, parse("kvgrad(budget=8)"), ids.tolist())
     for part in probe.texts(params, [ids.tolist()], greedy):
-        cache = deferred.probe(params, cache, jnp.asarray(part.ids, jnp.int32), jnp.asarray(part.span), probe)
+        cache = deferred_prefill.probe(params, cache, jnp.asarray(part.ids, jnp.int32), jnp.asarray(part.span), probe)
     for layer, theirs in zip(cache.layers, said[0], strict=True):
         got = np.asarray(layer.recent.columns["probed"])[:, :, np.asarray(layer.recent.pos[0]) >= 0]
         np.testing.assert_allclose(got, theirs, rtol=1e-3)

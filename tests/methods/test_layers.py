@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.arrays.partial import Partial, softmax_parts
-from jkv.io import learned
+from jkv.arrays.online_softmax import Partial, softmax_parts
 from jkv.io import load as loading
+from jkv.io import trained_weights
 from jkv.methods import parse
+from jkv.methods.budgets.layers import weighted
 from jkv.methods.config import resolve
-from jkv.methods.divisions import weighted
-from jkv.methods.residuals import MeanToken, MeanValue, Share, Token
+from jkv.methods.merging.residual import MeanToken, MeanValue, Share, Token
 from jkv.models.llama import out
 from jkv.protocols import Lost
-from jkv.training import heads
+from jkv.training.calibrate import heads
 from support import rig
 from support.commands import PARAMS as TINY
 from support.commands import call, refused
@@ -47,7 +47,7 @@ def test_layers_get_by_what_they_lose():
 
 
 def test_the_best_heads_choose_for_their_layer(tmp_path):
-    arrays, _ = learned.read(rig.FINDERS, "compresskv")
+    arrays, _ = trained_weights.read(rig.FINDERS, "compresskv")
     cache = rig.prompted(CHOICE.tight)
     for layer in range(L):
         assert cache.layers[layer].tiers[0].pos.shape[1] == 1
@@ -62,7 +62,7 @@ def test_the_best_heads_choose_for_their_layer(tmp_path):
             want = best(np.pad(pooled, (0, 8))[None], newest(n, 8), BUDGET)
             np.testing.assert_array_equal(got[row, :, :n], np.tile(want, (H, 1)))
     made = {"heads": arrays["heads"], "layers": np.array([0.75, 0.25])}
-    learned.write(tmp_path, made, {"method": "compresskv", "model": learned.identities(PARAMS)})
+    trained_weights.write(tmp_path, made, {"method": "compresskv", "model": trained_weights.identities(PARAMS)})
     config = parse(f"compresskv(budget=64, heads={str(tmp_path)!r})")
     assert [x.capacity for x in resolve(config, MODEL, 200, 20)] == [80 + 20, 48 + 20]
 
@@ -268,5 +268,7 @@ def test_what_is_found_is_used(tmp_path, monkeypatch):
 def test_the_heads_that_come_with_jkv_are_of_smollm2():
     for method, arrays in (("compresskv", {"heads": (30, 3, 3), "layers": (30,)}), ("razorattention", None)):
         arrays = arrays or {"echo": (30, 3), "induction": (30, 3)}
-        (folder,) = [x for x in learned.SHIPPED.iterdir() if f'"{method}"' in (x / learned.CARD).read_text()]
-        assert {name: x.shape for name, x in learned.read(str(folder), method)[0].items()} == arrays
+        (folder,) = [
+            x for x in trained_weights.SHIPPED.iterdir() if f'"{method}"' in (x / trained_weights.CARD).read_text()
+        ]
+        assert {name: x.shape for name, x in trained_weights.read(str(folder), method)[0].items()} == arrays

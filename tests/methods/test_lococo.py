@@ -8,10 +8,10 @@ import pytest
 
 import jkv
 from jkv import methods
-from jkv.core import loop
-from jkv.io import learned
-from jkv.memory.codes import decode
-from jkv.methods.mixtures import Blend, Mixtures
+from jkv.cache.codec_map import decode
+from jkv.core import decode_loop
+from jkv.io import trained_weights
+from jkv.methods.merging.lococo import Blend, Mixtures
 from support import rig
 from support.mixtures import BUDGET, IDS, PIECE, by_hand, first_layer
 from support.rig import PARAMS, D, H
@@ -35,10 +35,10 @@ def stored(cache, head: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
 def read(text: str, pieces: list[int], steps: int = 0):
     cache, start = rig.empty(text, rows=1, longest=150, new=16), 0
     for end in pieces:
-        cache, _ = loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, start:end]))
+        cache, _ = decode_loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, start:end]))
         start = end
     for t in range(start, start + steps):
-        cache, _ = loop.step(PARAMS, cache, jnp.asarray(IDS[:, t]))
+        cache, _ = decode_loop.step(PARAMS, cache, jnp.asarray(IDS[:, t]))
     return cache
 
 
@@ -81,7 +81,7 @@ def test_without_a_share_the_heavy_stay_as_they_are():
 
 def test_weights_sum_to_one_and_follow_what_moves():
     rng = np.random.default_rng(1)
-    arrays, _ = learned.read(MIXTURES, "lococo")
+    arrays, _ = trained_weights.read(MIXTURES, "lococo")
     blend = Blend(**{name: jnp.asarray(x[0], jnp.float32) for name, x in arrays.items()})
     k, v = (jnp.asarray(rng.normal(size=(1, 40, D)), jnp.float32) for _ in range(2))
     there, own = jnp.arange(40)[None] < 36, jnp.arange(12)[None]
@@ -112,11 +112,11 @@ def test_what_cannot_work_is_refused(text: str, why: str):
 
 
 def test_a_folder_of_something_else_is_refused():
-    arrays, card = learned.read(MIXTURES, "lococo")
+    arrays, card = trained_weights.read(MIXTURES, "lococo")
     for name, array, why in (
         ("fewer", {"bias": arrays["bias"][:, :4]}, "not those of lococo"),
         ("even", {"conv": arrays["conv"][:, :4]}, "no entry in the middle"),
     ):
-        learned.write(f"{FOLDER.name}/{name}", arrays | array, card)
+        trained_weights.write(f"{FOLDER.name}/{name}", arrays | array, card)
         with pytest.raises(ValueError, match=why):
             methods.parse(f"lococo(budget=32, gate='{FOLDER.name}/{name}')")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import deferred, loop
-from jkv.generation import sizes
-from jkv.generation.draft import greedy
-from jkv.generation.prefill import Prompts
-from jkv.memory.positions import pad
-from jkv.methods import CATALOGUE, checks, parse
-from jkv.methods.probes import AGAIN, Pseudo, Rebuilt
+from jkv.cache.padding import pad
+from jkv.core import decode_loop, deferred_prefill
+from jkv.methods import CATALOGUE, compatibility, parse
+from jkv.methods.prefill.probes import AGAIN, Pseudo, Rebuilt
+from jkv.prompts import allocation
+from jkv.prompts.greedy import greedy
+from jkv.prompts.prefill import Prompts
 from support import rig
 from support.rig import MODEL, PARAMS, H, L
 
@@ -26,11 +26,11 @@ ROOM = 80
 def found(text: str) -> list[np.ndarray]:
     """f64[B,H,T] of each layer: what the probes of a score learn about each position of ROWS."""
     config = parse(text)
-    cache = sizes.empty(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
-    cache, _ = loop.prefill(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
+    cache = allocation.empty(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
+    cache, _ = decode_loop.prefill(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     assert config.prefill.probe is not None
     for part in config.prefill.probe.texts(PARAMS, ROWS, greedy):
-        cache = deferred.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.span), config.prefill.probe)
+        cache = deferred_prefill.probe(PARAMS, cache, pad(part.ids, 64), jnp.asarray(part.span), config.prefill.probe)
     out = []
     for layer in cache.layers:
         pos, x = np.asarray(layer.recent.pos), np.asarray(layer.recent.columns["probed"], float)
@@ -156,7 +156,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="reads texts after the prompt.*chunk=64"):
         jkv.prefill(PARAMS, "dapq(budget=40)", ROWS, chunk=64)
     with pytest.raises(ValueError, match="jkv batch prefills in one program"):
-        checks.check_prefill(parse("kvzip(budget=40)"), "jkv batch")
+        compatibility.check_prefill(parse("kvzip(budget=40)"), "jkv batch")
     for method, wrong in (("dapq", dict(tokens=0)), ("kvzip", dict(piece=0)), ("kvzip", dict(step=0))):
         with pytest.raises(ValueError, match="1 or more"):
             CATALOGUE[method](budget=40, **wrong)

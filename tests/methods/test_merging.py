@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from jkv import methods
-from jkv.arrays.bits import floats
+from jkv.arrays.bitpacking import floats
 from jkv.attention.evidence import Evidence
-from jkv.core import loop
+from jkv.cache.cache import MERGED, Observation, Queries, Window
+from jkv.cache.codec_map import decode
+from jkv.core import decode_loop
 from jkv.core.flush import flush
-from jkv.memory.cache import MERGED, Observation, Queries, Window
-from jkv.memory.codes import decode
-from jkv.methods import merges
-from jkv.methods.codecs import Separable
 from jkv.methods.config import resolve
-from jkv.methods.scores.mixed import Salience, hashed
+from jkv.methods.eviction.salience import Salience, hashed
+from jkv.methods.merging import weighted
+from jkv.methods.quantization import Separable
 from jkv.protocols import Born
 from support import rig
 from support.poison import poison
@@ -99,11 +99,11 @@ def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: fl
     for row, n in enumerate(lengths):
         ids[row, ids.shape[1] - n :] = PROMPT[0, :n]
     cache = rig.empty(text, longest=max(lengths) + 72 - max(lengths) % 2, new=72)
-    cache, _ = loop.prefill(PARAMS, cache, jnp.asarray(ids), fresh=True)
+    cache, _ = decode_loop.prefill(PARAMS, cache, jnp.asarray(ids), fresh=True)
     for i in range(72 - max(lengths) % 2):
         seen = np.broadcast_to(np.asarray(cache.seen)[None, :, None], (L, 2, H))
         np.testing.assert_array_equal(np.asarray(cache.kept()), seen)
-        cache, _ = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i % 52]))
+        cache, _ = decode_loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i % 52]))
     high = np.asarray((cache.layers[0].tiers[0].pos >= 0).sum(-1))
     low = np.asarray((cache.layers[0].tiers[1].pos >= 0).sum(-1))
     np.testing.assert_array_equal(high, np.ceil(np.round((high + low) // group * share, 3)) * group)
@@ -165,15 +165,15 @@ def melt(k: np.ndarray, limit: int, mass, **settings):
     args = "".join(f", {name}={x}" for name, x in settings.items())
     ev = evidence(k, f"kvmerger(budget=5, sinks=0, alone=0.0{args}, recent=0)", limit, mass)
     score, merge = ev.plan.score, ev.plan.merge
-    ev = loop.replace(ev, new=loop.replace(ev.new, pos=ev.new.pos * 0 - 1))  # nobody adds to the mass
+    ev = decode_loop.replace(ev, new=decode_loop.replace(ev.new, pos=ev.new.pos * 0 - 1))  # nobody adds to the mass
 
     @jax.jit
     def melted(ev, lost):
-        ev = loop.replace(ev, columns=score.observe(ev))
+        ev = decode_loop.replace(ev, columns=score.observe(ev))
         kept = jnp.zeros(k.shape[0], bool).at[jnp.argsort(-score.rank(ev)[0, 0], stable=True)[:limit]].set(True)
         survivor = merge.survivor(ev, kept[None, None])[0, 0]
         into = lost[jnp.maximum(survivor, 0)]
-        return kept, survivor, *merges.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)[:2]
+        return kept, survivor, *weighted.shares(merge, survivor, jnp.ones(len(k)), lost, lost, into, into, none=99)[:2]
 
     kept, survivor, index, new = map(np.asarray, melted(ev, jnp.asarray(k)))
     out = np.array(k)
@@ -232,7 +232,7 @@ def test_a_member_counts_the_more_the_more_its_key_is_alike():
     assert weights == sorted(weights, reverse=True) and weights[0] > 0.9 and weights[-1] < 0.01
 
 
-BLIND = loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
+BLIND = decode_loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
 
 
 @pytest.mark.slow
@@ -373,11 +373,11 @@ def test_dead_slots_of_a_shrunken_row_stay_out():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]
     layer, plan, model = cache.layers[1], cache.plan[1], MODEL.attending(1)
-    tier = loop.replace(layer.tiers[0], pos=layer.tiers[0].pos.at[1, :, :5].set(-1))
-    recent = loop.replace(layer.recent, pos=layer.recent.pos.at[1, :4].set(-1))  # its 16 newest are left
-    layer = loop.replace(layer, recent=recent, tiers=(tier,))
-    layer = poison(loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
-    asked = Observation(new=loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1))
+    tier = decode_loop.replace(layer.tiers[0], pos=layer.tiers[0].pos.at[1, :, :5].set(-1))
+    recent = decode_loop.replace(layer.recent, pos=layer.recent.pos.at[1, :4].set(-1))  # its 16 newest are left
+    layer = decode_loop.replace(layer, recent=recent, tiers=(tier,))
+    layer = poison(decode_loop.replace(cache, layers=(cache.layers[0], layer))).layers[1]
+    asked = Observation(new=decode_loop.replace(layer.queries, pos=layer.queries.pos * 0 - 1))
     flushed = jax.jit(lambda layer, asked, counts: flush(layer, layer.recent, asked, counts, plan, model))
     out = flushed(layer, asked, replace(cache.counts, prompt=cache.seen))
     for a, b in ((out.tiers[0].k.slots, layer.tiers[0].k.slots), (out.tiers[0].v.slots, layer.tiers[0].v.slots)):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.memory.codes import decode
-from jkv.methods.scores.wrappers import Reaching
+from jkv.cache.codec_map import decode
+from jkv.methods.eviction.wrappers import Reaching
 from support import rig
 from support.rig import CASES, LENGTHS, PARAMS, PROMPT, H, L
 from support.scenes import Given, evidence

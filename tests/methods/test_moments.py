@@ -11,14 +11,24 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.io import learned
 from jkv.io import load as loading
+from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense
-from jkv.methods.codecs.moments import SIDES, Centered, Equalised, Moments, Principal, Sorted, made, packed, unpacked
-from jkv.training.moments import measured, wide
+from jkv.methods.compatibility import check
+from jkv.methods.quantization import Affine, Dense
+from jkv.methods.quantization.calibrated import (
+    SIDES,
+    Centered,
+    Equalised,
+    Moments,
+    Principal,
+    Sorted,
+    made,
+    packed,
+    unpacked,
+)
+from jkv.training.calibrate.moments import measured, wide
 from support import commands
 from support.dense import dense_prompt
 from support.tiny import MODEL, MOMENTS, PARAMS, D, G, H, L
@@ -63,7 +73,7 @@ def test_keys_before_their_rotation_are_measured_too(found: Moments):
 
 
 def test_a_file_keeps_all_but_correlations_in_float32(found: Moments, tmp_path):
-    learned.write(tmp_path, found.arrays, {"method": "moments", "model": []}, wide)
+    trained_weights.write(tmp_path, found.arrays, {"method": "moments", "model": []}, wide)
     again = Moments.read(str(tmp_path))
     for name, x in found.arrays.items():
         if name.endswith("alike"):
@@ -135,14 +145,14 @@ def test_without_moments_it_is_said_how_they_are_made(text: str):
 def test_what_is_not_moments_is_refused(tmp_path):
     with pytest.raises(FormatError, match="no card"):
         parse(f"ksort(moments={str(tmp_path / 'none')!r})")
-    arrays, card = learned.read(MOMENTS, "moments")
+    arrays, card = trained_weights.read(MOMENTS, "moments")
     arrays = {name: x for name, x in arrays.items() if name != "queries_most"}
-    learned.write(tmp_path, arrays, card, wide)
+    trained_weights.write(tmp_path, arrays, card, wide)
     with pytest.raises(FormatError, match="not those of moments"):
         Moments.read(str(tmp_path))
     broken = tmp_path / "cut"
     shutil.copytree(MOMENTS, broken)
-    (broken / learned.WEIGHTS).write_bytes((broken / learned.WEIGHTS).read_bytes()[:-100])
+    (broken / trained_weights.WEIGHTS).write_bytes((broken / trained_weights.WEIGHTS).read_bytes()[:-100])
     with pytest.raises(FormatError):
         Moments.read(str(broken))
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.io import learned
+from jkv.cache import codec_map
 from jkv.io import load as loading
+from jkv.io import trained_weights
 from jkv.io.errors import FormatError
-from jkv.memory import codes
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs.thinned import Thinned
-from jkv.methods.scores.queried import Filtered, Phased, Typical, given
+from jkv.methods.compatibility import check
+from jkv.methods.eviction.queries import Filtered, Phased, Typical, given
+from jkv.methods.quantization.think import Thinned
 from jkv.protocols import Queries
-from jkv.training.queries import measured
+from jkv.training.calibrate.queries import measured
 from support import commands, rig
 from support.dense import dense_prompt
 from support.scenes import Scene
@@ -102,7 +102,7 @@ def test_a_prompt_chooses_its_channels():
     lse = jnp.zeros((1, H, 2, 12))
     queries = Queries(q=jnp.asarray(q, jnp.float32), pos=jnp.asarray(pos)[None], lse=lse)
     codec = Thinned(share=0.25, window=11)
-    found = codes.fit(codec, jnp.asarray(x, jnp.float32), jnp.asarray(live)[None, None], queries)
+    found = codec_map.fit(codec, jnp.asarray(x, jnp.float32), jnp.asarray(live)[None, None], queries)
     weight = (q[0, :, :, 2:] ** 2).sum((1, 2)) * (x[0, :, :25] ** 2).sum(1)
     np.testing.assert_array_equal(found.index[0], np.sort(np.argsort(-weight, -1)[:, :12], -1))
 
@@ -139,8 +139,8 @@ def test_what_is_measured_is_used(tmp_path, monkeypatch):
 
 def test_what_is_no_such_folder_is_refused(tmp_path):
     broken = tmp_path / "broken"
-    arrays, card = learned.read(QUERIES, "queries")
-    learned.write(broken, {k: v for k, v in arrays.items() if k != "mean"}, card, lambda _: True)
+    arrays, card = trained_weights.read(QUERIES, "queries")
+    trained_weights.write(broken, {k: v for k, v in arrays.items() if k != "mean"}, card, lambda _: True)
     with pytest.raises(FormatError, match="not those of queries"):
         given(str(broken), Filtered())
     shutil.rmtree(broken)

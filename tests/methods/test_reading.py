@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import loop
-from jkv.generation import sizes
-from jkv.io import learned as io
+from jkv.core import decode_loop
+from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.methods.config import resolve
-from jkv.methods.selectors import forecast
+from jkv.methods.selection import attention_predictor
+from jkv.prompts import allocation
 from support import rig, tiny
 from support.convolution import convolved
 from support.looks import entered, looked
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 
 def net(kind: str = "conv"):
-    return forecast.trained(rig.PREDICTOR, kind)[0]
+    return attention_predictor.trained(rig.PREDICTOR, kind)[0]
 
 
 def predicted(x: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_a_forecast_that_slides_is_the_whole_network_on_what_is_in_use(stepped, 
 @cache
 def flushed_due(i: int):
     """The cache that step i reads: after the flush, if one is due."""
-    return jax.jit(loop.flush_due)(rig.shared(CASE.tight).caches[i])
+    return jax.jit(decode_loop.flush_due)(rig.shared(CASE.tight).caches[i])
 
 
 def watched(i: int, layer: int):
@@ -183,7 +183,7 @@ def test_the_beginning_of_a_prompt_keeps_its_queries():
 
 
 def test_too_few_pages_to_choose_from_are_all_as_good():
-    select = forecast.Forecast(unit=4, pages=2, sinks=4, rows=8, net=net())
+    select = attention_predictor.Forecast(unit=4, pages=2, sinks=4, rows=8, net=net())
     empty = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
 
@@ -196,7 +196,7 @@ def test_too_few_pages_to_choose_from_are_all_as_good():
 
 
 def test_pages_are_neighbours_in_time_whatever_their_slots():
-    select = forecast.Forecast(unit=4, pages=2, sinks=0, rows=8, net=net())
+    select = attention_predictor.Forecast(unit=4, pages=2, sinks=0, rows=8, net=net())
     blank = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
     pos, mixed = jnp.asarray([3, 7, 11, 15, 19, -1]), jnp.asarray([4, 2, 5, 0, 3, 1])
@@ -219,7 +219,7 @@ def card(folder, **changes):
     [
         (lambda f: card(f, method="trimkv"), "describes 'trimkv', not attentionpredictor"),
         (
-            lambda f: io.write(f, {"linear": np.ones(3)}, {"method": forecast.METHOD, "model": []}),
+            lambda f: io.write(f, {"linear": np.ones(3)}, {"method": attention_predictor.METHOD, "model": []}),
             "not those of attentionpredictor",
         ),
     ],
@@ -249,7 +249,7 @@ def test_a_model_without_a_predictor_says_how_to_train_one():
     with pytest.raises(ValueError, match="`jkv train attentionpredictor --model"):
         jkv.prefill(PARAMS, "attentionpredictor", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no predictor yet"):
-        sizes.layout(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32)
+        allocation.layout(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32)
 
 
 def test_what_was_attended_to_cannot_be_taken_back():

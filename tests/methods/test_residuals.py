@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.arrays.partial import Partial, merge
-from jkv.arrays.tree import part, value
-from jkv.core import loop
-from jkv.generation import sizes
+from jkv.arrays.online_softmax import Partial, merge
+from jkv.arrays.pytree import part, value
+from jkv.cache.padding import positions
+from jkv.core import decode_loop
 from jkv.generation.cache_file import load_cache, save_cache
-from jkv.memory.positions import positions
 from jkv.methods import parse
-from jkv.methods.checks import check
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
+from jkv.prompts import allocation
 from jkv.protocols import Merge
 from support import rig
 from support.rig import FORCED, MODEL, PARAMS, PROMPT, D, G, H
@@ -57,8 +57,8 @@ CONFIG = replace(parse("knorm(budget=48)"), merge=Linear(), name="")
 
 
 def begun(config: CacheConfig, params=PARAMS):
-    state = sizes.empty(config, MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
-    return loop.prefill(params, state, jnp.asarray(PROMPT), fresh=True)
+    state = allocation.empty(config, MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    return decode_loop.prefill(params, state, jnp.asarray(PROMPT), fresh=True)
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_linear_remainder_is_a_state_like_any_other():
     cache, logits = begun(CONFIG, blind)
     got = [logits]
     for token in FORCED.T:
-        cache, logits = loop.step(blind, cache, jnp.asarray(token))
+        cache, logits = decode_loop.step(blind, cache, jnp.asarray(token))
         got.append(logits)
     ids = np.concatenate([PROMPT, FORCED], 1)
     expected = models.forward(blind, jnp.asarray(ids), positions(jnp.asarray(ids), jnp.zeros(2, jnp.int32)))

@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.arrays.tree import part
+from jkv.arrays.pytree import part
 from jkv.attention.evidence import Evidence
-from jkv.core import loop
-from jkv.generation import sizes
+from jkv.core import decode_loop
+from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import CacheConfig
-from jkv.methods.divisions import pyramid
-from jkv.methods.scores.attention import Accumulated, WindowMass
-from jkv.methods.scores.keys import Expected, KeyNorm, KeyOutlier
-from jkv.methods.scores.position import Newest, Pool, Protect
-from jkv.methods.scores.wrappers import AcrossHeads
-from jkv.methods.selectors.quest import PageBound
+from jkv.methods.eviction.attention import Accumulated, WindowMass
+from jkv.methods.eviction.keys import Expected, KeyNorm, KeyOutlier
+from jkv.methods.eviction.position import Newest, Pool, Protect
+from jkv.methods.eviction.wrappers import AcrossHeads
+from jkv.methods.selection.quest import PageBound
 from jkv.models.rope import Rope
+from jkv.prompts import allocation
 from jkv.protocols import Born, Needs, Score
 from support.looks import entered, looked
 from support.scenes import attending, evidence
@@ -187,16 +187,16 @@ class Record(Score):
 def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
     """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""
     config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
-    cache = sizes.empty(config, MODEL, 2, 140, 40, jnp.float32)
+    cache = allocation.empty(config, MODEL, 2, 140, 40, jnp.float32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab, (2, 140)))
-    cache, _ = loop.prefill(PARAMS, cache, ids[:, :40], fresh=True)
+    cache, _ = decode_loop.prefill(PARAMS, cache, ids[:, :40], fresh=True)
     at = 40
     for steps, more in ((11, 3), (19, 25), (6, 0)):
         for _ in range(steps):
-            cache, _ = loop.step(PARAMS, cache, ids[:, at])
+            cache, _ = decode_loop.step(PARAMS, cache, ids[:, at])
             at += 1
         if more:
-            cache, _ = loop.prefill(PARAMS, cache, ids[:, at : at + more])
+            cache, _ = decode_loop.prefill(PARAMS, cache, ids[:, at : at + more])
             at += more
     for layer in cache.layers:
         assert layer.queries is not None and layer.queries.pos.shape[1] == max(kept, block)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.core import loop
-from jkv.memory.codes import decode
+from jkv.cache.codec_map import decode
+from jkv.core import decode_loop
 from jkv.methods import parse
-from jkv.methods.codecs import Dense, Separable
-from jkv.methods.selectors.factors import factors
+from jkv.methods.quantization import Dense, Separable
+from jkv.methods.selection.lrqk import factors
 from jkv.protocols import Code
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, LONGEST, MODEL, PARAMS, PROMPT, STEPS, D, H, L
@@ -127,7 +127,7 @@ def test_mass_is_also_of_what_no_step_reads():
 def fed(text: str, count: int):
     cache = rig.empty(text, 2)
     for i in range(count):
-        cache, _ = loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
+        cache, _ = decode_loop.step(PARAMS, cache, jnp.asarray(FORCED[:, i]))
     return cache
 
 
@@ -194,9 +194,9 @@ MOVING["separable"] = replace(parse("lacache(budget=48)"), codec=(Separable(bits
 @pytest.mark.slow
 @pytest.mark.parametrize("config", MOVING.values(), ids=list(MOVING))
 def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
-    cache, _ = loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
+    cache, _ = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :34].T:
-        cache, _ = loop.step(PARAMS, cache, jnp.asarray(token))
+        cache, _ = decode_loop.step(PARAMS, cache, jnp.asarray(token))
 
     def plain(layer, plan):
         tier, config = layer.tiers[0], plan.tiers[0]
@@ -207,7 +207,7 @@ def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
 
     layers, plan = zip(*map(plain, cache.layers, cache.plan), strict=True)
     token = jnp.asarray(FORCED[:, 0])
-    got, want = (loop.step(PARAMS, x, token)[1] for x in (cache, replace(cache, layers=layers, plan=plan)))
+    got, want = (decode_loop.step(PARAMS, x, token)[1] for x in (cache, replace(cache, layers=layers, plan=plan)))
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
@@ -236,7 +236,7 @@ def test_the_same_prefix_has_the_same_codes():
     short = np.full_like(PROMPT, -1)
     short[0, -61:] = PROMPT[0, :61]
     short[1, -61:] = PROMPT[1, SHIFT[1] : SHIFT[1] + 61]
-    part, _ = loop.prefill(PARAMS, rig.empty(rig.KIVI_TEXT), jnp.asarray(short), fresh=True)
+    part, _ = decode_loop.prefill(PARAMS, rig.empty(rig.KIVI_TEXT), jnp.asarray(short), fresh=True)
     for a, b in zip(whole.layers, part.layers, strict=True):
         np.testing.assert_array_equal(a.tiers[0].pos[:, :, :48], np.tile(1 + np.arange(48), (2, 1, 1)))
         np.testing.assert_array_equal(b.tiers[0].pos[:, :, :48], np.tile(1 + np.arange(48), (2, 1, 1)))

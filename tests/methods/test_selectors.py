@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.memory.empty import index_shapes
+from jkv.cache.empty import index_shapes
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.selectors.alike import Alike, across
-from jkv.methods.selectors.clusters import Clusters
-from jkv.methods.selectors.exact import Exact, PageMean
-from jkv.methods.selectors.factors import Factors, factors
-from jkv.methods.selectors.landmark import Landmark
-from jkv.methods.selectors.proxies import Channels, Proxies
-from jkv.methods.selectors.quest import PageBound
-from jkv.methods.selectors.ranked import Vote
-from jkv.methods.selectors.representative import Representative
-from jkv.methods.selectors.reuse import Similar
+from jkv.methods.compatibility import check
+from jkv.methods.selection.base import Vote
+from jkv.methods.selection.clusters import Clusters
+from jkv.methods.selection.icecache import Alike, across
+from jkv.methods.selection.landmark import Landmark
+from jkv.methods.selection.lrqk import Factors, factors
+from jkv.methods.selection.oracle import Exact, PageMean
+from jkv.methods.selection.proxy_keys import Channels, Proxies
+from jkv.methods.selection.quest import PageBound
+from jkv.methods.selection.representative import Representative
+from jkv.methods.selection.wrappers import Similar
 from jkv.protocols import Queries
-from jkv.training import channels
+from jkv.training.calibrate import channels
 from support.looks import entered, looked
 from support.rig import CASES, MODEL, PARAMS
 

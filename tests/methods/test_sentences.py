@@ -13,14 +13,14 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from jkv.core import loop
+from jkv.cache.codec_map import decode
+from jkv.core import decode_loop
 from jkv.io.tokenizer import Tokenizer
-from jkv.memory.codes import decode
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
-from jkv.methods.scores.position import Newest
-from jkv.methods.scores.sentences import ENDS, START, Sentences
-from jkv.methods.selectors.sentences import SentenceMeans, Spoken
+from jkv.methods.eviction.position import Newest
+from jkv.methods.eviction.sentences import ENDS, START, Sentences
+from jkv.methods.selection.sentences import SentenceMeans, Spoken
 from jkv.protocols import Entered, Look
 from support import rig
 from support.rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L
@@ -97,13 +97,13 @@ class Reader:
 @pytest.mark.slow
 def test_steps_read_the_sentences_that_the_queries_since_the_last_end_ask_for():
     config = ended(f"sentencekv(budget=60, tokens={PAGES + 8}, window=8, sinks={SINKS}, longest=1000, least=1)")
-    cache, _ = loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
+    cache, _ = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
     replay, reader, flushes = rig.Replay(cache.plan), Reader(), 0
     reader.flush(cache)
     assert len({len(s) for s in reader.sentences[0, 0, 0]}) > 3 and len(reader.sentences[0, 0, 0]) > 8
     for n, token in enumerate(FORCED.T[:40]):
         before = int(cache.fill)
-        cache, got = loop.step(PARAMS, cache, jnp.asarray(token))
+        cache, got = decode_loop.step(PARAMS, cache, jnp.asarray(token))
         if int(cache.fill) <= before:
             reader.flush(cache)
             flushes += 1
@@ -126,7 +126,7 @@ def test_steps_read_the_sentences_that_the_queries_since_the_last_end_ask_for():
 
 def test_a_mean_is_of_the_keys_that_are_kept_of_a_sentence():
     config = ended("sentencekv(budget=60, window=8, longest=1000, least=1)")
-    tier = loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)[0].layers[1].tiers[0]
+    tier = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)[0].layers[1].tiers[0]
     keys, pos = np.asarray(decode(config.codec[0], tier.k), np.float64), np.asarray(tier.pos)
     mean = np.asarray(tier.memo.keys) / np.maximum(np.asarray(tier.memo.tokens), 1)[..., None]
     for row, h in np.ndindex(2, H):

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core import loop
-from jkv.memory import codes
-from jkv.memory.cache import Cache
+from jkv.cache import codec_map
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs import Affine
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.prefills import Coded
+from jkv.methods.prefill.deferred import Coded
+from jkv.methods.quantization import Affine
 from support import rig
 from support.dense import dense_prompt
 from support.tiny import MODEL, PARAMS, L
@@ -34,7 +34,7 @@ def test_spared_layers_keep_floats_and_the_others_their_codes():
     coded, spared = prompted("int4"), prompted("int4(exact_layers=[1])")
     assert [plan.tiers[0].k.exact for plan in spared.plan] == [i == 1 for i in range(L)]
     jax.tree.map(np.testing.assert_array_equal, spared.layers[0].tiers, coded.layers[0].tiers)
-    both = [codes.decode(c.plan[1].tiers[0].k, c.layers[1].tiers[0].k) for c in (spared, coded)]
+    both = [codec_map.decode(c.plan[1].tiers[0].k, c.layers[1].tiers[0].k) for c in (spared, coded)]
     live = np.broadcast_to(coded.layers[1].tiers[0].pos >= 0, both[0].shape[:3])
     assert 0 < np.abs(both[0] - both[1])[live].max() < 0.5
 
@@ -42,7 +42,7 @@ def test_spared_layers_keep_floats_and_the_others_their_codes():
 def test_where_all_layers_are_spared_nothing_is_lost():
     every = tuple(range(L))
     caches = prompted("full"), prompted(f"int4(exact_layers={every})")
-    logits = [loop.step(PARAMS, cache, np.array([3, 5]))[1] for cache in caches]
+    logits = [decode_loop.step(PARAMS, cache, np.array([3, 5]))[1] for cache in caches]
     np.testing.assert_allclose(*logits, atol=1e-4)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.core.compiled import Cost
-from jkv.generation.draft import greedy
-from jkv.generation.prefill import Prompts
-from jkv.memory.positions import pad, positions
+from jkv.cache.padding import pad, positions
+from jkv.core.compilation import Cost
 from jkv.methods import parse
-from jkv.methods.prefills import PromptCompression, chosen, smoothed
-from jkv.methods.probes import Drafted
+from jkv.methods.prefill.deferred import PromptCompression, chosen, smoothed
+from jkv.methods.prefill.probes import Drafted
+from jkv.prompts.greedy import greedy
+from jkv.prompts.prefill import Prompts
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
 from support.selections import best, newest

@@ -11,13 +11,13 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.core import loop
-from jkv.memory import codes
-from jkv.memory.cache import Cache
+from jkv.cache import codec_map
+from jkv.cache.cache import Cache
+from jkv.core import decode_loop
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs import Affine, Dense, LowRank, OfPrompt, Stretches
-from jkv.methods.codecs.moments import Moments, packed
+from jkv.methods.compatibility import check
+from jkv.methods.quantization import Affine, Dense, LowRank, OfPrompt, Stretches
+from jkv.methods.quantization.calibrated import Moments, packed
 from support import rig
 from support.rig import MODEL, PARAMS, D, H, L
 from support.tiny import MOMENTS
@@ -75,10 +75,14 @@ def test_what_passes_the_ends_of_one_code_of_several_heads_is_each_heads_contrac
 
     @jax.jit
     def both(x: jax.Array, q: jax.Array, w: jax.Array):
-        code = codes.encode(codec, x)
+        code = codec_map.encode(codec, x)
         own = jax.tree.map(lambda y: jnp.repeat(y, g, 1), code)  # a copy a head, as pages of each make them
         got = [
-            (codes.dots(codec, q, c), codes.output(codec, codes.mix(codec, w, c), w.sum(-1)), codes.decode(codec, c, 4))
+            (
+                codec_map.dots(codec, q, c),
+                codec_map.output(codec, codec_map.mix(codec, w, c), w.sum(-1)),
+                codec_map.decode(codec, c, 4),
+            )
             for c in (code, own)
         ]
         return code, got
@@ -106,10 +110,10 @@ def test_a_low_rank_is_what_a_whitened_matrix_makes_of_its_inputs():
     u, s, v = np.linalg.svd(w @ lower, full_matrices=False)
     low = np.sqrt(s[:16, None]) * v[:16] @ np.linalg.inv(lower) @ x.T
     codec = LowRank(inner=Dense(), share=0.25).given(moments(keys)).for_layer(KV4, 0)
-    found = codes.encode(codec, jnp.asarray(keys, jnp.float32)).slots[0, 0]
+    found = codec_map.encode(codec, jnp.asarray(keys, jnp.float32)).slots[0, 0]
     np.testing.assert_allclose(abs(found), abs(low.T), atol=2e-3, rtol=0)
     want = (u[:, :16] * np.sqrt(s[:16])) @ low
-    got = side_by_side(np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(keys, jnp.float32)))))
+    got = side_by_side(np.asarray(codec_map.decode(codec, codec_map.encode(codec, jnp.asarray(keys, jnp.float32)))))
     np.testing.assert_allclose(got, want.T, atol=2e-3, rtol=0)
 
 
@@ -118,7 +122,7 @@ def test_no_map_to_so_few_numbers_and_back_loses_less(heads: int):
     """CSKV's loss, by alternating least squares from a random start, ends where the codec begins."""
     x = mixed(200)
     codec = LowRank(inner=Dense(), share=0.25, heads=heads).given(moments(x)).for_layer(KV4, 0)
-    got = np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
+    got = np.asarray(codec_map.decode(codec, codec_map.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
     g = codec.heads
     for group in range(HEADS // g):
         part = slice(group * g, (group + 1) * g)
@@ -137,7 +141,7 @@ def test_no_map_to_so_few_numbers_and_back_loses_less(heads: int):
 def test_all_channels_are_exact():
     x = jnp.asarray(mixed(50), jnp.float32)
     codec = LowRank(inner=Dense(), share=1.0).given(moments(np.asarray(mixed(500)))).for_layer(KV4, 0)
-    np.testing.assert_allclose(codes.decode(codec, codes.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
+    np.testing.assert_allclose(codec_map.decode(codec, codec_map.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
 
 
 @pytest.mark.parametrize("g", [1, 2, 4])
@@ -148,10 +152,10 @@ def test_heads_that_span_no_more_than_one_become_one(g: int):
     for every, exact in ((few, True), (alike, g == 1)):
         codec = LowRank(inner=Dense(), share=None, heads=g).given(moments(every)).for_layer(KV4, 0)
         x, q = jnp.asarray(every[:, :, :50], jnp.float32), drawn(1, HEADS, 3, DIM)
-        code = codes.encode(codec, x)
+        code = codec_map.encode(codec, x)
         assert [y.shape for y in jax.tree.leaves(code)] == [(1, HEADS // g, 50, DIM)]
-        lost = np.linalg.norm(np.asarray(codes.decode(codec, code)) - np.asarray(x), axis=-1)
-        apart = abs(np.asarray(codes.dots(codec, q, code)) - np.einsum("bhqd,bhnd->bhqn", q, x))
+        lost = np.linalg.norm(np.asarray(codec_map.decode(codec, code)) - np.asarray(x), axis=-1)
+        apart = abs(np.asarray(codec_map.dots(codec, q, code)) - np.einsum("bhqd,bhnd->bhqn", q, x))
         near = 1e-4 * np.linalg.norm(x, axis=-1).max()
         assert (apart <= np.linalg.norm(q, axis=-1)[..., None] * (lost[:, :, None] + near)).all()
         assert (lost.max() < near) == exact
@@ -169,7 +173,7 @@ def test_latents_of_all_channels_are_the_full_cache():
 
 def taught(codec: OfPrompt, x: np.ndarray, live: np.ndarray | None = None) -> OfPrompt:
     live = np.ones((1, 1, x.shape[2]), bool) if live is None else live
-    found = codes.fit(codec.for_layer(KV4, 0), jnp.asarray(x, jnp.float32), jnp.asarray(live))
+    found = codec_map.fit(codec.for_layer(KV4, 0), jnp.asarray(x, jnp.float32), jnp.asarray(live))
     assert isinstance(found, OfPrompt)
     return found
 
@@ -179,7 +183,7 @@ def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
     x = mixed(60)
     for width in (3, 8, 15):
         codec = taught(OfPrompt(inner=Dense(), width=width, heads=heads), x)
-        got = np.asarray(codes.decode(codec, codes.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
+        got = np.asarray(codec_map.decode(codec, codec_map.encode(codec, jnp.asarray(x, jnp.float32))), np.float64)
         want = 0.0
         for group in range(HEADS // heads):
             own = side_by_side(x[:, group * heads : (group + 1) * heads])
@@ -194,11 +198,11 @@ def test_a_basis_is_in_the_dtype_of_what_taught_it():
     for width in (8, 16):
         lost = []
         for dtype in (jnp.bfloat16, jnp.float32):
-            codec = codes.fit(OfPrompt(inner=Dense(), width=width, heads=1), x.astype(dtype), live)
+            codec = codec_map.fit(OfPrompt(inner=Dense(), width=width, heads=1), x.astype(dtype), live)
             assert isinstance(codec, OfPrompt) and codec.basis is not None and codec.mean is not None
             assert codec.basis.dtype == codec.mean.dtype == dtype
             wide = x.astype(jnp.float32)
-            lost.append(float(jnp.square(codes.decode(codec, codes.encode(codec, x)) - wide).sum()))
+            lost.append(float(jnp.square(codec_map.decode(codec, codec_map.encode(codec, x)) - wide).sum()))
         assert lost[0] <= lost[1] + 2**-14 * float(jnp.square(x.astype(jnp.float32)).sum())
 
 
@@ -235,7 +239,7 @@ SHADOW = rig.CASES["shadowkv"][0].tight  # 2 pages of 8 tokens apart
 @pytest.mark.parametrize(("text", "at"), [("svdq(values=4)", 0), (SHADOW, 1)])
 def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught(text: str, at: int):
     before = rig.prompted(text)
-    later = loop.prefill(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
+    later = decode_loop.prefill(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
     run = rig.shared(text)
     for after in (later, run.caches[-1]):
         for a, b, number in zip(before.layers, after.layers, before.plan, strict=True):
@@ -344,7 +348,7 @@ def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
     cache = rig.prompted(text)
     turned = cache.pick(jnp.array([1, 0]))
     token = jnp.asarray([3, 5])
-    got, want = loop.step(PARAMS, turned, token)[1], loop.step(PARAMS, cache, token[::-1])[1]
+    got, want = decode_loop.step(PARAMS, turned, token)[1], decode_loop.step(PARAMS, cache, token[::-1])[1]
     np.testing.assert_allclose(got, want[::-1], atol=1e-5, rtol=0)
 
 
@@ -368,7 +372,7 @@ def exact(width: int) -> tuple[np.ndarray, np.ndarray]:
     for layer, plan in zip(cache.read, cache.plan, strict=True):
         tier, config = layer.tiers[0], plan.tiers[0].of(layer.tiers[0])
         order = np.argsort(np.where(np.asarray(tier.pos[0, 0]) < 0, 999, tier.pos[0, 0]))[: n - sinks]
-        got.append(side_by_side(np.asarray(codes.decode(config.k, tier.k))[:1, :, order]))
+        got.append(side_by_side(np.asarray(codec_map.decode(config.k, tier.k))[:1, :, order]))
     return np.concatenate(got, 1).astype(float), np.concatenate(plain, 1).astype(float)
 
 
@@ -394,9 +398,9 @@ def test_one_layer_holds_the_codes_that_all_of_its_group_read():
     assert not jax.tree.leaves((second.k, second.v)) and jax.tree.leaves(first.k)
     np.testing.assert_array_equal(cache.read[1].tiers[0].k.slots, first.k.slots)
     np.testing.assert_array_equal(first.pos, second.pos)
-    dead = loop.replace(first, k=jax.tree.map(jnp.zeros_like, first.k))
-    layers = loop.replace(cache.layers[0], tiers=(dead, *cache.layers[0].tiers[1:])), cache.layers[1]
-    bad = loop.replace(cache, layers=layers)
+    dead = decode_loop.replace(first, k=jax.tree.map(jnp.zeros_like, first.k))
+    layers = decode_loop.replace(cache.layers[0], tiers=(dead, *cache.layers[0].tiers[1:])), cache.layers[1]
+    bad = decode_loop.replace(cache, layers=layers)
     assert not np.asarray(bad.read[1].tiers[0].k.slots).any()
 
 
@@ -404,7 +408,7 @@ def test_one_layer_holds_the_codes_that_all_of_its_group_read():
 def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int):
     with pytest.raises(ValueError, match="one piece|not go with"):
         check(parse(text), MODEL, chunk)
-    alone = loop.replace(parse("xkv"), prefill=parse("full").prefill)
+    alone = decode_loop.replace(parse("xkv"), prefill=parse("full").prefill)
     with pytest.raises(ValueError, match="take Deferred"):
         check(alone, MODEL)
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from jkv import methods, models
-from jkv.methods import checks
-from jkv.methods.codecs import Affine
-from jkv.methods.codecs.grouped import Widest, shared
+from jkv.methods import compatibility
+from jkv.methods.quantization import Affine
+from jkv.methods.quantization.groups import Widest, shared
 
 WIDTHS = (64, 80, 96, 100, 112, 128)
 CODED = [name for name, row in methods.CATALOGUE.items() if {"codec", "tiers"} & {*row.axes}]
@@ -18,7 +18,7 @@ def check(text, dim):
     """The config of a text, for a model with heads of this width."""
     sizes = dict(head_dim=dim, max_position_embeddings=8192)
     config, model = methods.parse(text), models.read_config(models.TINY | sizes)
-    checks.check(config, model)
+    compatibility.check(config, model)
     return [codec.for_layer(model, 0) for codec in config.all_codecs]
 
 

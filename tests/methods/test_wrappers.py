@@ -15,43 +15,43 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jkv.methods.scores
-from jkv.arrays.tree import part
+import jkv.methods.eviction
+from jkv.arrays.pytree import part
 from jkv.attention.evidence import evidence as seen
-from jkv.core import deferred, loop
+from jkv.cache.cache import Counts, LayerCache, Observation, Queries, Window
+from jkv.cache.empty import empty_layer
+from jkv.cache.spec import LayerConfig
+from jkv.core import decode_loop, deferred_prefill
 from jkv.core.flush import flush
-from jkv.generation import sizes
-from jkv.io import learned
-from jkv.memory.cache import Counts, LayerCache, Observation, Queries, Window
-from jkv.memory.empty import empty_layer
-from jkv.memory.layer import LayerConfig
-from jkv.methods.budgets import Tokens
-from jkv.methods.checks import check
+from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Tokens
+from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.prefills import Deferred
-from jkv.methods.probes import Pseudo
-from jkv.methods.scores.assisted import Assisted
-from jkv.methods.scores.attention import Accumulated, WindowMass
-from jkv.methods.scores.heads import Lasting
-from jkv.methods.scores.hybrid import ByPhase, Plus, Several
-from jkv.methods.scores.learned import Trained
-from jkv.methods.scores.position import Newest, Oldest, Wrapper
-from jkv.methods.scores.probes import Probed
-from jkv.methods.scores.queried import Queried
-from jkv.methods.scores.wrappers import Groups
+from jkv.methods.eviction.attention import Accumulated, WindowMass
+from jkv.methods.eviction.critic import ByPhase, Plus, Several
+from jkv.methods.eviction.heads import Lasting
+from jkv.methods.eviction.position import Newest, Oldest, Wrapper
+from jkv.methods.eviction.probes import Probed
+from jkv.methods.eviction.queries import Queried
+from jkv.methods.eviction.smallkv import Assisted
+from jkv.methods.eviction.trained_gates import Trained
+from jkv.methods.eviction.wrappers import Groups
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.prefill.probes import Pseudo
+from jkv.prompts import allocation
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
 from support.rig import MODEL, D, G, H, L
 from support.scenes import attending, evidence
 
-for module in pkgutil.iter_modules(jkv.methods.scores.__path__):
-    import_module(f"jkv.methods.scores.{module.name}")
+for module in pkgutil.iter_modules(jkv.methods.eviction.__path__):
+    import_module(f"jkv.methods.eviction.{module.name}")
 
 
 def below(kind: type) -> Iterator[type]:
-    """Its classes in jkv.methods.scores, bases of several of them aside."""
+    """Its classes in jkv.methods.eviction, bases of several of them aside."""
     for sub in kind.__subclasses__():
-        if sub.__module__.startswith("jkv.methods.scores") and sub not in (Wrapper, Several, Trained, Queried):
+        if sub.__module__.startswith("jkv.methods.eviction") and sub not in (Wrapper, Several, Trained, Queried):
             yield sub
         yield from below(sub)
 
@@ -87,7 +87,9 @@ COMPOSITES: dict[type, tuple[Make, ...]] = {
 }
 _ROLES = np.random.default_rng(0).uniform(size=(L, H, G)).astype(np.float32)
 _ROLES[0, 0, 0] = 1  # the best of all
-TABLES: dict[type, dict[str, Any]] = {Lasting: {"heads": jnp.asarray(_ROLES), "models": learned.identities(rig.PARAMS)}}
+TABLES: dict[type, dict[str, Any]] = {
+    Lasting: {"heads": jnp.asarray(_ROLES), "models": trained_weights.identities(rig.PARAMS)}
+}
 WRAPPERS = unique(below(Wrapper))
 MADE: dict[str, Make] = {kind.__name__: lambda s, kind=kind: kind(score=s, **TABLES.get(kind, {})) for kind in WRAPPERS}
 MADE |= {f"{kind.__name__}-{i}": make for kind, makes in COMPOSITES.items() for i, make in enumerate(makes)}
@@ -347,9 +349,12 @@ def test_a_score_that_reads_a_probe_needs_one():
 def test_a_probe_fills_the_column_of_whatever_reads_it():
     score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
     config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
-    cache, rows = sizes.empty(config.uncompressed(40), MODEL, 1, 40, 0, jnp.float32), jnp.asarray(rig.PROMPT[:1, -40:])
-    cache, _ = loop.prefill(rig.PARAMS, cache, rows, fresh=True)
-    cache = deferred.probe(rig.PARAMS, cache, rows[:, :8], jnp.asarray([[0, 40]]), config.prefill.probe)
+    cache, rows = (
+        allocation.empty(config.uncompressed(40), MODEL, 1, 40, 0, jnp.float32),
+        jnp.asarray(rig.PROMPT[:1, -40:]),
+    )
+    cache, _ = decode_loop.prefill(rig.PARAMS, cache, rows, fresh=True)
+    cache = deferred_prefill.probe(rig.PARAMS, cache, rows[:, :8], jnp.asarray([[0, 40]]), config.prefill.probe)
     for layer in cache.layers:
         looked, live = np.asarray(layer.recent.columns[f"1.1.{PROBED}"])[0], np.asarray(layer.recent.pos)[0] >= 0
         assert live.sum() == 40 and ((looked > 0) == live).all()

@@ -8,8 +8,8 @@ import pytest
 
 from golden.make import CASES, torch_logits, torch_model, weights
 from jkv import models
-from jkv.models import params as building
-from jkv.models.params import EXACT
+from jkv.models.weights import params as building
+from jkv.models.weights.params import EXACT
 
 
 def thunks(tensors):

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import jkv  # noqa: E402
 from jkv.bench.engines import Transformers  # noqa: E402
-from jkv.memory.positions import pad  # noqa: E402
+from jkv.cache.padding import pad  # noqa: E402
 
 NEW, NEAR = 64, 16  # greedy tokens; those within 1e-4
 CHAT = "Why does bread rise in the oven, and what happens if I open the door too early?"

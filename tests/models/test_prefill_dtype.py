@@ -11,12 +11,12 @@ from jax.extend.core import jaxprs_in_params
 
 import jkv
 from jkv import methods, models
-from jkv.core import loop
-from jkv.core.blocks import said
-from jkv.generation import sizes
+from jkv.cache.cache import tree_bytes
+from jkv.core import decode_loop
+from jkv.core.layer_step import said
 from jkv.io import load
-from jkv.memory.cache import tree_bytes
-from jkv.models import coding, weights
+from jkv.models.weights import linear, quantize
+from jkv.prompts import allocation
 from support import ggufs
 
 BF16 = jnp.dtype("bfloat16")
@@ -30,17 +30,17 @@ def test_a_rounded_matrix_multiplies_what_is_rounded():
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 40, 64), (2, 5, 64)))
     near = lambda a: a.astype(BF16).astype(np.float64)  # noqa: E731
-    found = weights.linear(weights.rounded(jnp.asarray(w), BF16), jnp.asarray(x))
+    found = linear.linear(linear.rounded(jnp.asarray(w), BF16), jnp.asarray(x))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, np.einsum("bte,koe->btko", near(x), near(w)), atol=2e-5)
     assert np.abs(np.einsum("bte,koe->btko", x, w) - found).max() > 1e-3
 
 
 def test_codes_and_what_is_no_matrix_stay_as_they_are():
-    w = coding.int8(np.ones((4, 32), np.float32), np.dtype("float32"))
-    assert weights.rounded(w, BF16) is w
+    w = quantize.int8(np.ones((4, 32), np.float32), np.dtype("float32"))
+    assert linear.rounded(w, BF16) is w
     p = replace(models.random(KINDS["mixtral"]), prefill_dtype=BF16)
-    kinds = {name: isinstance(x, weights.Rounded) for name, x in p.reading.layers[0].items()}
+    kinds = {name: isinstance(x, linear.Rounded) for name, x in p.reading.layers[0].items()}
     assert {name for name, yes in kinds.items() if yes} == {"qkv", "o", "each_gate_up", "each_down"}
     assert {"norm1", "norm2", "router"} <= kinds.keys()
     assert replace(p, prefill_dtype=None).reading.layers[0]["qkv"] is p.layers[0]["qkv"]
@@ -73,13 +73,15 @@ def products(jaxpr: Any) -> list[str]:
 
 def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
-    empty = sizes.empty(methods.parse("full"), p.config, 1, 600, 16, jnp.float32)
-    reads = jax.make_jaxpr(lambda ids: loop.prefill.whole(p, empty, ids, fresh=True))(jnp.ones((1, 512), jnp.int32))
+    empty = allocation.empty(methods.parse("full"), p.config, 1, 600, 16, jnp.float32)
+    reads = jax.make_jaxpr(lambda ids: decode_loop.prefill.whole(p, empty, ids, fresh=True))(
+        jnp.ones((1, 512), jnp.int32)
+    )
     kinds = products(reads.jaxpr)
     head = products(jax.make_jaxpr(lambda x: said(p.ends, x))(jnp.ones((1, 1, 32))).jaxpr)
     assert kinds.count("float32") == len(head) == head.count("float32")
     assert set(kinds) == {"float32", "bfloat16"} and kinds.count("bfloat16") >= 6
-    step = jax.make_jaxpr(lambda token: loop.step(p, empty, token))(jnp.ones(1, jnp.int32))
+    step = jax.make_jaxpr(lambda token: decode_loop.step(p, empty, token))(jnp.ones(1, jnp.int32))
     assert set(products(step.jaxpr)) == {"float32"}
 
 
@@ -87,10 +89,10 @@ def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
 def test_no_second_copy_of_the_weights():
     deep = dict(models.TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     p = models.abstract(models.read_config(deep))
-    empty = sizes.empty(methods.parse("full"), p.config, 1, 48, 16, jnp.float32)
+    empty = allocation.empty(methods.parse("full"), p.config, 1, 48, 16, jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     made = [
-        loop.prefill.whole.lower(replace(p, prefill_dtype=x), empty, ids, fresh=True).compile().memory_analysis()
+        decode_loop.prefill.whole.lower(replace(p, prefill_dtype=x), empty, ids, fresh=True).compile().memory_analysis()
         for x in (None, BF16)
     ]
     more = made[1].temp_size_in_bytes - made[0].temp_size_in_bytes

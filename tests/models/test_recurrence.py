@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.models import RULES, Mixers, delta, ssd, states
+from jkv.models import RULES, Mixers
+from jkv.models.layers import gated_delta, mamba2_ssd, recurrent_state
 
-WIDTH, EPS, WINDOW, T = 6, 1e-5, 8, 2 * ssd.STRETCH + 21
+WIDTH, EPS, WINDOW, T = 6, 1e-5, 8, 2 * mamba2_ssd.STRETCH + 21
 RNG = np.random.default_rng(0)
 LENGTHS = (T, 30, 2)
 X = RNG.normal(0, 1, (len(LENGTHS), T, WIDTH)).astype(np.float32)
@@ -167,7 +168,7 @@ def test_no_library_is_called(rule):
 
 
 def test_stretches_may_be_read_in_several_pieces(rule, monkeypatch):
-    for net in (ssd, delta):
+    for net in (mamba2_ssd, gated_delta):
         monkeypatch.setattr(net, "BESIDE", 2)
     y, after = replace(rule).read(GIVEN, LIVE, rule.fresh)
     close(np.asarray(y)[LIVE], np.asarray(rule.whole[0])[LIVE])
@@ -176,17 +177,17 @@ def test_stretches_may_be_read_in_several_pieces(rule, monkeypatch):
 
 def test_small_steps_behind_large_ones_are_not_lost_in_their_sum():
     x = -np.concatenate([np.full(64, 7.1), RNG.uniform(1e-4, 1e-3, 64)]).astype(np.float32)
-    total, lost = (np.asarray(a, np.float64)[63:] for a in states.sums(jnp.asarray(x)))
+    total, lost = (np.asarray(a, np.float64)[63:] for a in recurrent_state.sums(jnp.asarray(x)))
     np.testing.assert_allclose((total - total[0] + lost - lost[0])[1:], np.cumsum(x[64:].astype(np.float64)), rtol=1e-6)
 
 
 def test_keys_that_are_all_alike_overwrite_each_other():
     """A system whose inverse, made by powers of it, would have no digit left: the newest value alone is kept."""
-    m, t = replace(Delta.m, heads=1, groups=1), delta.STRETCH
+    m, t = replace(Delta.m, heads=1, groups=1), gated_delta.STRETCH
     x = np.ones((1, m.channels, t), np.float32)
     x[:, 2 * m.state :] = RNG.normal(size=(1, m.head_dim, t))
     none, full = jnp.zeros((1, 1, 1, t)), jnp.ones((1, 1, t))
-    y, _ = jax.jit(lambda x: delta._scan(m, jnp.zeros((1, 1, 1, m.head_dim, m.state)), x, none, full))(x)
+    y, _ = jax.jit(lambda x: gated_delta._scan(m, jnp.zeros((1, 1, 1, m.head_dim, m.state)), x, none, full))(x)
     np.testing.assert_allclose(y[0] * m.state**0.5, x[0, 2 * m.state :].T, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from golden.make import CASES as FAMILIES  # noqa: E402
 from jkv import models
-from jkv.memory.positions import positions
+from jkv.cache.padding import positions
 from jkv.methods import parse
 from jkv.models.rope import Rope
 from support import rig

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
-from jkv.batch.forms import CHAT, TEXT
-from jkv.serve.asked import Asked, Reader
-from jkv.serve.engine import Engine
-from jkv.serve.maker import Limits
+from jkv.engine.formats import CHAT, TEXT
+from jkv.serve.batches import Limits
+from jkv.serve.engine_thread import Engine
+from jkv.serve.openai_requests import Asked, Reader
 from support.fields import nothing
 from support.speaking import TINY, byte_tokenizer
 

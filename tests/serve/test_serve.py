@@ -30,19 +30,19 @@ import pytest
 import uvicorn
 
 import jkv
-from jkv.batch import slots
-from jkv.batch.requests import Request, Settings
-from jkv.batch.running import Running
 from jkv.bench import serve as under
 from jkv.cli.serve import read_token
-from jkv.generation.drafters import Recycling
-from jkv.generation.drafting import Drafting
+from jkv.engine import decode
+from jkv.engine.continuous_batch import Running
+from jkv.engine.request import Request, Settings
 from jkv.methods import parse
-from jkv.serve.app import Access, Guard, Server, Unsent
-from jkv.serve.engine import Engine
-from jkv.serve.maker import Limits, Watch
+from jkv.serve.batches import Limits, Watch
+from jkv.serve.engine_thread import Engine
 from jkv.serve.metrics import Metrics
-from jkv.serve.tickets import End, Fault, Kept, Piece, Ticket
+from jkv.serve.request_state import End, Fault, Kept, Piece, Ticket
+from jkv.serve.routes import Access, Guard, Server, Unsent
+from jkv.speculative.decoding import Drafting
+from jkv.speculative.proposer import Recycling
 from support import ggufs
 from support.browser import CHROMIUM, browsing
 from support.speaking import TINY, byte_tokenizer
@@ -589,7 +589,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
         costs.append(run.cost)
         return run
 
-    monkeypatch.setattr(slots, "Drafting", drafting)
+    monkeypatch.setattr(decode, "Drafting", drafting)
     engine.start(engine.maker.usable(parse("full")))
     try:
         got = told(engine, "full", prompt, top=2)

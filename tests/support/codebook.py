@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jkv.arrays.tree import leaf, part
+from jkv.arrays.pytree import leaf, part
 from jkv.protocols import Code, Codec
 
 

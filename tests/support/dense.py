@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv import models
-from jkv.arrays.partial import softmax
-from jkv.memory.positions import positions
+from jkv.arrays.online_softmax import softmax
+from jkv.cache.padding import positions
 from jkv.models import Params, rule
-from jkv.models.states import State
+from jkv.models.layers.recurrent_state import State
 from support.tiny import PARAMS
 
 

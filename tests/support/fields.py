@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jkv.batch.forms import NOTHING, ONLY, TEMPLATE
+from jkv.engine.formats import NOTHING, ONLY, TEMPLATE
 
 OWN: dict[str, tuple[Any, ...]] = {
     "temperature": (0,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,), "n": (1,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.io import learned
+from jkv.io import trained_weights
 from jkv.models import family
 from support.rig import MODEL, PARAMS
 from support.tiny import MIXTURES
@@ -44,7 +44,7 @@ def mixed(conv: np.ndarray, bias: np.ndarray, share: float, x: np.ndarray, own: 
 def by_hand(pieces: list[int], head: int, share: float, local: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """position -> (k, v) of all that one head of the first layer holds after pieces that end at these positions."""
     q, k, v = first_layer(IDS)
-    arrays, _ = learned.read(MIXTURES, "lococo")
+    arrays, _ = trained_weights.read(MIXTURES, "lococo")
     conv, bias = (np.asarray(arrays[name][0], np.float64) for name in ("conv", "bias"))
     held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     start = 0

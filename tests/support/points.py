@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from jkv.eval.points import points
+from jkv.eval.pareto import points
 from jkv.methods import CATALOGUE
 
 HOSTILE = ("</script><b>", "$\\frac{$", "a\nb\x00", "[/bold]", "x" * 400, "|", "", "\ud800", "h2o(", "日本")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core import loop
+from jkv.core import decode_loop
 
 
 def poison(cache):
@@ -35,7 +35,7 @@ def poisoned(cache):
     layers = []
     for layer in cache.layers:
         tiers = [
-            loop.replace(
+            decode_loop.replace(
                 t,
                 **of(t, t.pos >= 0),
                 head=all_of(t.head, t.pos >= 0, 0),
@@ -43,17 +43,17 @@ def poisoned(cache):
             )
             for t in layer.tiers
         ]
-        recent = loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
+        recent = decode_loop.replace(layer.recent, **of(layer.recent, layer.recent.pos[:, None] >= 0))
         queries = layer.queries
         if queries is not None:
             live = (queries.pos >= 0)[:, None, None]
-            queries = loop.replace(
+            queries = decode_loop.replace(
                 queries,
                 q=np.where(live[..., None], queries.q, np.float32(np.nan)),
                 lse=np.where(live, queries.lse, np.float32(np.nan)),
             )
-        layers.append(loop.replace(layer, recent=recent, tiers=tuple(tiers), queries=queries))
-    return loop.replace(cache, layers=tuple(layers), states=tuple(map(past_those_that_wait, cache.states)))
+        layers.append(decode_loop.replace(layer, recent=recent, tiers=tuple(tiers), queries=queries))
+    return decode_loop.replace(cache, layers=tuple(layers), states=tuple(map(past_those_that_wait, cache.states)))
 
 
 def past_those_that_wait(x):
@@ -61,4 +61,4 @@ def past_those_that_wait(x):
     dead = np.arange(x.dt.shape[1]) >= x.count[:, None]
     raw, dt = x.raw.copy(), x.dt.copy()
     raw[:, raw.shape[1] - dt.shape[1] :][dead] = dt[dead] = np.nan
-    return loop.replace(x, raw=raw, dt=dt)
+    return decode_loop.replace(x, raw=raw, dt=dt)

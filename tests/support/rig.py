@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import methods
-from jkv.core import loop, sampling
-from jkv.core.compiled import Cost
-from jkv.generation import sizes
-from jkv.generation.prefill import Prompts
-from jkv.memory import codes as codecs
-from jkv.memory.cache import Cache
-from jkv.memory.layer import LayerConfig
-from jkv.memory.positions import pad
+from jkv.cache import codec_map as codecs
+from jkv.cache.cache import Cache
+from jkv.cache.padding import pad
+from jkv.cache.spec import LayerConfig
+from jkv.core import decode_loop, sampling
+from jkv.core.compilation import Cost
 from jkv.methods import CATALOGUE
-from jkv.methods.budgets import Beyond
-from jkv.methods.catalogue import Row
+from jkv.methods.budgets.sizes import Beyond
 from jkv.methods.config import CacheConfig, resolve
+from jkv.methods.registry import Row
 from jkv.models import Params
 from jkv.models.rope import Rope
+from jkv.prompts import allocation
+from jkv.prompts.prefill import Prompts
 from support.dense import dense_prompt, dense_step
 from support.tiny import (  # noqa: F401
     CAPPED,
@@ -448,7 +448,7 @@ def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, pa
 def made(
     config: CacheConfig, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS
 ) -> Cache:
-    cache = sizes.empty(config, params.config, rows, longest, new, jnp.float32)
+    cache = allocation.empty(config, params.config, rows, longest, new, jnp.float32)
     return replace(cache, name="")  # so what has the same plan has the same programs
 
 
@@ -468,7 +468,7 @@ class Given(Prompts):
         return made(self.config, len(self.rows), params=self.params)
 
     def prefill(self) -> tuple[Cache, jax.Array]:
-        return loop.prefill(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
+        return decode_loop.prefill(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
 
 
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
@@ -485,14 +485,16 @@ def run(
     cache, logits = begun(text, prompt, params)
     given = np.zeros((len(prompt), STEPS), np.int32)
     given[:, : forced.shape[1]] = np.maximum(forced, 0)
-    state = loop.Decoding.start(cache, logits, STEPS, forced=jnp.asarray(given))
+    state = decode_loop.Decoding.start(cache, logits, STEPS, forced=jnp.asarray(given))
     settings = sampling.make(len(prompt), params.config.vocab, seeds=range(len(prompt)), stop_ids=())
     caches, out = [cache], [np.asarray(logits)]
     for i in range(forced.shape[1]):
         if poison is not None and i % 10 == 0:
             cache = poison(cache)
-        state = replace(state, cache=loop.copied(cache), alive=jnp.asarray(forced[:, i] >= 0))  # a block takes it over
-        state = loop.run_block(params, state, settings, jnp.int32(i + 1))
+        state = replace(
+            state, cache=decode_loop.copied(cache), alive=jnp.asarray(forced[:, i] >= 0)
+        )  # a block takes it over
+        state = decode_loop.run_block(params, state, settings, jnp.int32(i + 1))
         cache = state.cache
         caches.append(cache)
         out.append(np.asarray(state.logits))

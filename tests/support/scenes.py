@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import methods
-from jkv.arrays.tree import part
+from jkv.arrays.pytree import part
 from jkv.attention.evidence import Evidence
-from jkv.memory.cache import Queries, Window
+from jkv.cache.cache import Queries, Window
 from jkv.methods.config import resolve
 from jkv.models.rope import Rope
 from jkv.protocols import Born, Score

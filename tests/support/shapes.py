@@ -13,7 +13,7 @@ from beartype import beartype
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, jaxtyped
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.protocols import Codec, Merge, Score, Selector
 
 checked = jaxtyped(typechecker=beartype)
@@ -140,7 +140,7 @@ KERNELS = (
     ("decode_attention", attention),
     ("paged_attention", attention),
     ("prefill_attention", attention),
-    ("column_sums", sums),
+    ("attention_column_sums", sums),
     ("window_attention", attention),
     ("window_attention", entered),
 )

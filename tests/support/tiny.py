@@ -15,10 +15,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import jkv.models as models
-from jkv.io import learned as io
-from jkv.methods.scores import delayed, gated, learned
-from jkv.methods.scores.published import Surrogate
-from jkv.methods.scores.utility import joined
+from jkv.io import trained_weights as io
+from jkv.methods.eviction import attention_gate, dms, trained_gates
+from jkv.methods.eviction.author_gates import Surrogate
+from jkv.methods.eviction.utility import joined
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -71,7 +71,7 @@ LATENT = models.random(
 
 def gate(folder: str) -> str:
     """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = learned.start(MODEL, 8, 3.0, jax.random.key(7))
+    made = trained_gates.start(MODEL, 8, 3.0, jax.random.key(7))
     made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
     io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
     return folder
@@ -79,7 +79,7 @@ def gate(folder: str) -> str:
 
 def deep(folder: str) -> str:
     """A folder with a deep retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = learned.deeper(MODEL, 8, 3.0, jax.random.key(13))
+    made = trained_gates.deeper(MODEL, 8, 3.0, jax.random.key(13))
     made = jax.tree.map(lambda x: 30 * x if x.ndim == 3 else x, made)
     io.write(folder, vars(made), {"method": "makeeach", "model": io.identities(PARAMS)})
     return folder
@@ -87,7 +87,7 @@ def deep(folder: str) -> str:
 
 def estimates(folder: str) -> str:
     """A folder with the heads of Locret for the tiny model, of random weights."""
-    made = learned.guess(MODEL, 8, jax.random.key(11))
+    made = trained_gates.guess(MODEL, 8, jax.random.key(11))
     io.write(folder, vars(made), {"method": "locret", "model": io.identities(PARAMS)})
     return folder
 
@@ -104,14 +104,14 @@ def switch(folder: str) -> str:
     """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
     rng = np.random.default_rng(6)
     out, gain = rng.normal(0, 0.4, (L, H, MODEL.width)), rng.uniform(0.5, 1.5, (L, MODEL.width))
-    made = delayed.Switch(out=out, gain=gain, layers=np.full(L, 0.5))
+    made = dms.Switch(out=out, gain=gain, layers=np.full(L, 0.5))
     io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
     return folder
 
 
 def look(folder: str) -> str:
     """A folder with an Attention-Gate for the tiny model, of random weights that keep about half of all tokens."""
-    made = gated.start(MODEL, 2, 4, 0.0, jax.random.key(17))
+    made = attention_gate.start(MODEL, 2, 4, 0.0, jax.random.key(17))
     rng = np.random.default_rng(18)
     io.write(
         folder,
@@ -210,7 +210,7 @@ def published_zap(folder: str, hidden: int | None, width: int, heads: int, count
 
 def worth(folder: str) -> str:
     """A folder with the gates of `gate`, others that foresee, and levels for the tiny model: random."""
-    rng, fading = np.random.default_rng(25), learned.start(MODEL, 8, 3.0, jax.random.key(7))
+    rng, fading = np.random.default_rng(25), trained_gates.start(MODEL, 8, 3.0, jax.random.key(7))
     fading = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, fading)
     shapes = {"into": (L, 6, MODEL.width), "bias": (L, 6), "out": (L, H, 6), "offset": (L, H)}
     made = joined(Surrogate(**{name: jnp.asarray(rng.normal(-0.5, 0.5, x)) for name, x in shapes.items()}), fading)

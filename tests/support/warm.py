@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import models
-from jkv.training.warm import Layer
+from jkv.training.distillation.layerwise import Layer
 
 T, E, H, G, D, N = 96, 8, 2, 2, 4, 3
 MODEL = models.read_config(dict(models.TINY, hidden_size=E, num_attention_heads=4, num_hidden_layers=2, head_dim=D))

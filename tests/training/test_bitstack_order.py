@@ -9,9 +9,9 @@ import pytest
 
 from jkv import models
 from jkv.io.bitstack import Folder
-from jkv.models import signed
-from jkv.training import bitstack
-from jkv.training.measured import Measured
+from jkv.models.weights import bitstack as signed
+from jkv.training.calibrate import bitstack
+from jkv.training.resumable_search import Measured
 from support.tiny import HYBRID
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64))

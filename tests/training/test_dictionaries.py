@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.io import learned
 from jkv.io import load as loading
-from jkv.io.learned import trained
-from jkv.methods.features import KEYS, QUERIES, Dictionary, Featured
+from jkv.io import trained_weights
+from jkv.io.trained_weights import trained
+from jkv.methods.prefill.s3attention import KEYS, QUERIES, Dictionary, Featured
 from jkv.training import trainer
-from jkv.training.features import Recipe, Seen, missed, seen, start
 from jkv.training.losses import Batch
+from jkv.training.recipes.s3attention import Recipe, Seen, missed, seen, start
 from support import rig
 from support.commands import PARAMS, call, refused
 from support.tiny import D, G, H
@@ -93,8 +93,8 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     gate = trained(tmp_path, Featured(tokens=16)).weights
     assert gate.layers == (0, 1) and gate.active == 6 and np.shape(card["eval"]["missed"]["keys"]) == (2,)
     assert "missed of the variance, layers [0, 1]" in result.output
-    learned.write(tmp_path / "again", vars(gate), card)
-    for name in (learned.WEIGHTS, learned.CARD):
+    trained_weights.write(tmp_path / "again", vars(gate), card)
+    for name in (trained_weights.WEIGHTS, trained_weights.CARD):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
     text = f"s3attention(tokens=48, window=8, span=8, gate={str(tmp_path)!r})"
     got = jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.methods.scores.learned import Gate, Outlook, Retention, deeper, start
+from jkv.methods.eviction.trained_gates import Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
 from jkv.training import losses, trainer
-from jkv.training.retention import Recipe, Together, fading
-from jkv.training.student import hidden
+from jkv.training.recipes.trimkv import Recipe, Together, fading
+from jkv.training.soft_cache_model import hidden
 from support.losses import BATCH, MODEL, PARAMS, f64, full, log_softmax, run, seen
 
 GATE = jax.tree.map(lambda x: 10 * x if x.ndim == 3 else x, start(MODEL, 6, 3.0, jax.random.key(1)))

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from jkv import models
-from jkv.io import learned
 from jkv.io import load as loading
+from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.methods import parse
-from jkv.methods.checks import check
-from jkv.methods.codecs.nonuniform import BINS, levels, places, spread
-from jkv.methods.codecs.sensitive import Sensitivity
-from jkv.training.sensitivity import measured, spreads, wide
+from jkv.methods.compatibility import check
+from jkv.methods.quantization.kvquant import BINS, levels, places, spread
+from jkv.methods.quantization.sensitivity import Sensitivity
+from jkv.training.calibrate.sensitivity import measured, spreads, wide
 from support import commands
 from support.dense import dense_prompt
 from support.tiny import MODEL, PARAMS, SENSITIVITY, D, H, L
@@ -142,8 +142,8 @@ def test_what_is_measured_is_used_and_what_is_not_it_is_refused(tmp_path, monkey
     result = commands.call("calibrate", "sensitivity", "--out", folder, "--texts", 2, "--length", 40)
     assert result.exit_code == 0, result.output
     assert parse(f"kvquant(sensitivity={str(folder)!r})").bound(speaking).tiers[-1].k.table.shape[-1] == 8
-    arrays, card = learned.read(folder, "sensitivity")
-    learned.write(tmp_path, {n: x for n, x in arrays.items() if n != "plain_low"}, card, wide)
+    arrays, card = trained_weights.read(folder, "sensitivity")
+    trained_weights.write(tmp_path, {n: x for n, x in arrays.items() if n != "plain_low"}, card, wide)
     with pytest.raises(FormatError, match="not those of sensitivity"):
         Sensitivity.read(str(tmp_path))
 

@@ -6,7 +6,7 @@ import pytest
 
 from jkv.io import load as loading
 from jkv.models import family
-from jkv.training import heads
+from jkv.training.calibrate import heads
 from support.commands import call
 from support.dense import dense_prompt
 from support.tiny import SUNK

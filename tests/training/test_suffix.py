@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.training import suffix
+from jkv.training.distillation import suffix
 from jkv.training.losses import Batch
-from jkv.training.student import hidden
+from jkv.training.soft_cache_model import hidden
 from support.commands import PARAMS
 
 RNG = np.random.default_rng(3)

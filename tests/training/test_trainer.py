@@ -17,16 +17,18 @@ import pytest
 
 import jkv
 from jkv.cli.train import METHODS
-from jkv.io import learned
 from jkv.io import load as loading
-from jkv.io.learned import trained
+from jkv.io import trained_weights
 from jkv.io.safetensors import read_json
-from jkv.methods.scores.learned import Deep, Gate, Outlook, Retention, deeper, start
+from jkv.io.trained_weights import trained
+from jkv.methods.eviction.trained_gates import Deep, Gate, Outlook, Retention, deeper, start
 from jkv.models import Projected
-from jkv.models.weights import Coded, decoded
-from jkv.training import data, methods, retention, trainer
+from jkv.models.weights.linear import Coded, decoded
+from jkv.training import commands, trainer
 from jkv.training.checkpoints import Folder
+from jkv.training.data import corpora
 from jkv.training.losses import Batch
+from jkv.training.recipes import trimkv
 from support.commands import PARAMS, call, refused
 from support.tiny import published_zap
 
@@ -126,7 +128,7 @@ def folders(name, out):
             noise = {k: x + 0.1 * np.random.default_rng(0).standard_normal(x.shape) for k, x in begun.items()}
             for which, arrays in (("begun", begun), ("apart", noise)):
                 folder = out / f"{method}-{kind.__name__}-{which}"
-                learned.write(folder, arrays, {"method": method, "model": learned.identities(PARAMS)})
+                trained_weights.write(folder, arrays, {"method": method, "model": trained_weights.identities(PARAMS)})
                 yield folder
 
 
@@ -134,7 +136,7 @@ def folders(name, out):
 def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_path, monkeypatch):
     said = []
 
-    class Looked(methods.Training):
+    class Looked(commands.Training):
         def run(self, score):
             rng = np.random.default_rng(1)
             x = jnp.asarray(rng.standard_normal((1, 4, PARAMS.config.width)), jnp.float32)
@@ -143,7 +145,7 @@ def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_p
             said.append((x, [np.asarray(bias(i, a, age)[0][:, :, 0]) for i in range(PARAMS.config.layers)]))
             raise ValueError("looked at")
 
-    monkeypatch.setattr(methods, "Training", Looked)
+    monkeypatch.setattr(commands, "Training", Looked)
     given = "--budget 24 --steps 1 --texts 2 --length 48 --corpus pydoc --check 0".split()
     for folder in folders(name, tmp_path):
         out = tmp_path / f"out-{folder.name}"
@@ -238,8 +240,8 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
 def given_folders(tmp_path_factory):
     """Folders that a training asks for: gates that foresee, and gates that fade."""
     at, c = tmp_path_factory.mktemp("folders"), PARAMS.config
-    card = {"method": "trimkv", "model": learned.identities(PARAMS)}
-    learned.write(at / "fading", vars(start(c, 8, 4.0, jax.random.key(0))), card)
+    card = {"method": "trimkv", "model": trained_weights.identities(PARAMS)}
+    trained_weights.write(at / "fading", vars(start(c, 8, 4.0, jax.random.key(0))), card)
     zap = published_zap(str(at / "foreseen"), 8, c.width, c.heads, c.layers)
     return {"foreseen": zap, "fading": at / "fading"}
 
@@ -256,7 +258,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
         told.append(what)
         raise ValueError("told")
 
-    monkeypatch.setattr(methods, "Folder", stopped)
+    monkeypatch.setattr(commands, "Folder", stopped)
     small = dict(budget=12, window=8, answer=8, chunk=32, page=4, moments=2, fall=7, ratio=3.0, width=9, dense_layers=1)
     small |= dict(rank=12, rope_dim=4, layer=1)
     name, given = settings.__name__.lower(), {f.name: small.get(f.name, f.default) for f in fields(settings)}
@@ -282,8 +284,8 @@ def test_weights_that_are_no_numbers_are_not_kept_though_their_losses_are(tiny, 
 
     with pytest.MonkeyPatch.context() as patch:
         if what == "warm":
-            warmed = retention.Recipe.warmed
-            patch.setattr(retention.Recipe, "warmed", lambda *a: ((broken(s), x) for s, x in warmed(*a)))
+            warmed = trimkv.Recipe.warmed
+            patch.setattr(trimkv.Recipe, "warmed", lambda *a: ((broken(s), x) for s, x in warmed(*a)))
         else:
             patch.setattr(trainer, "advance", lambda tune, slope, moments, score: (broken(score), moments))
         result = train(tmp_path, *(["--seed", 3] if what == "step" else []))  # a program that is not compiled yet
@@ -317,7 +319,7 @@ def test_a_finished_training_with_damaged_curves_ends_again(whole, tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from jkv.host.locks import locked
+from jkv.utils.file_locks import locked
 with locked(Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()
@@ -381,9 +383,9 @@ def test_a_name_that_nothing_trains(tmp_path):
 
 
 def test_texts_that_are_held_back_are_not_trained_on_under_another_name(tiny, tmp_path, monkeypatch):
-    held, _ = data.held_back(PARAMS, "pydoc", 200, 2, 0)
+    held, _ = corpora.held_back(PARAMS, "pydoc", 200, 2, 0)
     made = Batch(ids=jnp.asarray(np.pad(held, ((0, 0), (9, 0)), constant_values=7)), pos=jnp.zeros((2, 209), int))
-    monkeypatch.setattr(data, "texts", lambda *_: made)
+    monkeypatch.setattr(corpora, "texts", lambda *_: made)
     refused(train(tmp_path / "out", "--length", 200, "--check", 2), "100% of pydoc:test", "leave out the --corpus")
     assert not (tmp_path / "out").exists()
 
@@ -411,7 +413,7 @@ def test_lessons_are_remembered_while_there_is_room(monkeypatch):
 MESH = """
 import jax, jax.numpy as jnp, numpy as np, sys
 from jkv import models
-from jkv.methods.scores.learned import Retention, start
+from jkv.methods.eviction.trained_gates import Retention, start
 from jkv.training import retention, trainer
 from jkv.training.checkpoints import Folder
 from jkv.training.losses import Batch

@@ -13,11 +13,12 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.generation import sizes
+from jkv.cache.cache import tree_bytes
 from jkv.io import load as loading
-from jkv.memory.cache import tree_bytes
 from jkv.methods import parse
-from jkv.training import distilling, xecomla
+from jkv.prompts import allocation
+from jkv.training.distillation import kl
+from jkv.training.recipes import xecomla
 from support.commands import PARAMS, call, refused
 
 HF = dict(models.TINY, vocab_size=256)  # 4 query heads, 2 kv heads of 8 channels
@@ -132,7 +133,7 @@ def test_keys_and_values_share_the_best_latent():
 @pytest.mark.parametrize("rank", [6, 13])
 def test_a_token_takes_the_bytes_of_its_latent_and_its_rotated_key(rank):
     """In a tier; the window of exact tokens has the latent twice, as a key and as a value."""
-    cache = sizes.empty(parse("full"), made(rank).config, 2, 100, 28, jnp.float32)
+    cache = allocation.empty(parse("full"), made(rank).config, 2, 100, 28, jnp.float32)
     for layer in cache.layers:
         for part, each in ((layer.tiers[0], rank + ROPE_DIM), (layer.recent, 2 * rank + ROPE_DIM)):
             assert tree_bytes((part.k, part.v)) == 2 * part.pos.shape[-1] * 4 * each
@@ -166,7 +167,7 @@ def test_a_step_lowers_the_loss_of_its_texts_and_a_killed_training_ends_alike(tm
     rows = [json.loads(line)["loss"] for line in (one / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and np.mean(rows[-2:]) < 0.7 * np.mean(rows[:2])
 
-    tell = distilling.Distilling._tell
+    tell = kl.Distilling._tell
 
     def killed(self, *told):
         tell(self, *told)
@@ -174,7 +175,7 @@ def test_a_step_lowers_the_loss_of_its_texts_and_a_killed_training_ends_alike(tm
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distilling.Distilling, "_tell", killed)
+        patch.setattr(kl.Distilling, "_tell", killed)
         assert train(two, "--steps", 12, "--check", 0).exit_code != 0
     assert not (two / "config.json").exists()
     refused(train(two, "--steps", 12, "--check", 0, "--resume", "--rank", 15), "another training", "rank 16 (now 15)")

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jkv.arrays.bits import bits_of
-from jkv.arrays.partial import Partial
-from jkv.kernels.decode_attention import gpu_sides as sides
+from jkv.arrays.bitpacking import bits_of
+from jkv.arrays.online_softmax import Partial
+from jkv.kernels.decode_attention import gpu_operands as sides
 from jkv.kernels.decode_attention import lengths, query_bounds, query_results, query_rows, unclear
-from jkv.kernels.decode_attention.gpu_order import plane, table_words
-from jkv.kernels.decode_attention.gpu_sides import Form
+from jkv.kernels.decode_attention.gpu_layout import plane, table_words
+from jkv.kernels.decode_attention.gpu_operands import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 

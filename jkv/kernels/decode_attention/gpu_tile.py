@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from jkv.arrays.bits import select
-from jkv.kernels.decode_attention.gpu_order import (
+from jkv.arrays.bitpacking import select
+from jkv.kernels.decode_attention.gpu_layout import (
     UNIT,
     UNIT8,
     Bytes,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.bits import powers, select, spread, unpack
-from jkv.arrays.partial import Partial, softmax_parts
+from jkv.arrays.bitpacking import powers, select, spread, unpack
+from jkv.arrays.online_softmax import Partial, softmax_parts
 from jkv.protocols import KernelCodes
 
 

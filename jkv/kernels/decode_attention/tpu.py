@@ -23,10 +23,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jkv.arrays.partial import Partial, merge_all
+from jkv.arrays.online_softmax import Partial, merge_all
 from jkv.kernels.decode_attention import lengths, unclear
-from jkv.kernels.decode_attention.tpu_sides import FLOAT8, LANES, Side, key_side, least_tile, value_side
-from jkv.kernels.decode_attention.tpu_walk import Moving, Walk, device_cores, shares
+from jkv.kernels.decode_attention.tpu_operands import FLOAT8, LANES, Side, key_side, least_tile, value_side
+from jkv.kernels.decode_attention.tpu_pipeline import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
 FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import Array
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention import gpu
 from jkv.kernels.paged_attention import refusal, visits
 from jkv.protocols import KernelCodes

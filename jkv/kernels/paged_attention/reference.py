@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention import reference
 from jkv.protocols import KernelCodes
 

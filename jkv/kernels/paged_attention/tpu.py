@@ -9,9 +9,9 @@ from typing import Any
 
 from jax import Array
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention import tpu
-from jkv.kernels.decode_attention.tpu_sides import least_tile
+from jkv.kernels.decode_attention.tpu_operands import least_tile
 from jkv.kernels.paged_attention import refusal, visits
 from jkv.protocols import KernelCodes
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax._src.lib import cuda_versions  # None without a CUDA plugin
 from jax.experimental import pallas as pl
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, operand, plgpu, rows
 from jkv.kernels.prefill_attention import padded, walks_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.partial import Partial, softmax_parts
+from jkv.arrays.online_softmax import Partial, softmax_parts
 
 
 def attention(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention import query_bounds, query_results, query_rows
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.kernels.prefill_attention.gpu import LOG2E, UNSEEN, supports

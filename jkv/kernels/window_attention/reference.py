@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.partial import Partial
+from jkv.arrays.online_softmax import Partial
 from jkv.kernels.prefill_attention.reference import attention
 
 __all__ = ["attention", "entered"]

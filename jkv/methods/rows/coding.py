@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
-from jkv.methods.codecs.grouped import Widest
 from jkv.methods.config import TierSpec
-from jkv.methods.scores.mixed import Salience, Sticky
+from jkv.methods.eviction.salience import Salience, Sticky
+from jkv.methods.quantization import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
+from jkv.methods.quantization.groups import Widest
+from jkv.methods.registry import Axes, Positive, row
 
 
 @row("-", "approximation: 8-bit floats; the tail is exact")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import Keep, Size, at_most
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Dense
+from jkv.methods.budgets.layers import Above
+from jkv.methods.budgets.sizes import Keep, Size, at_most
 from jkv.methods.config import RELATIVE, TierSpec
-from jkv.methods.divisions import Above
-from jkv.methods.scores.attention import Accumulated, EvenMass, PathMass, Persistence, Recurrence, WindowMass
-from jkv.methods.scores.chance import Random
-from jkv.methods.scores.hybrid import Entropy, Gradient, Normalised, Plus
-from jkv.methods.scores.keys import Expected, KeyNorm, KeyOutlier
-from jkv.methods.scores.ladder import Contest, Ladder
-from jkv.methods.scores.position import Newest, Pool, Protect
-from jkv.methods.scores.redundancy import PeakMass, Redundancy
-from jkv.methods.scores.wrappers import AcrossHeads, Critical, PerQuery, Representatives
+from jkv.methods.eviction.attention import Accumulated, EvenMass, PathMass, Persistence, Recurrence, WindowMass
+from jkv.methods.eviction.critic import Entropy, Gradient, Normalised, Plus
+from jkv.methods.eviction.keys import Expected, KeyNorm, KeyOutlier
+from jkv.methods.eviction.layered import Contest, Ladder
+from jkv.methods.eviction.position import Newest, Pool, Protect
+from jkv.methods.eviction.random import Random
+from jkv.methods.eviction.redundancy import PeakMass, Redundancy
+from jkv.methods.eviction.wrappers import AcrossHeads, Critical, PerQuery, Representatives
+from jkv.methods.quantization import Dense
+from jkv.methods.registry import Axes, Positive, row
 
 MOST = Keep(keep=0.7)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from jkv.io import learned
-from jkv.methods.budgets import Size, at_most
-from jkv.methods.catalogue import Axes, row
+from jkv.io import trained_weights
+from jkv.methods.budgets.layers import Split, Weighted, Won
+from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.config import RELATIVE
-from jkv.methods.divisions import Split, Weighted, Won
-from jkv.methods.prefills import Deferred
-from jkv.methods.scores import delayed, gated
-from jkv.methods.scores.heads import Lasting
-from jkv.methods.scores.learned import Foreseen, Outlook, Retention
-from jkv.methods.scores.position import Protect
-from jkv.methods.scores.published import Distilled, Repeated, Whole, read_heads
-from jkv.methods.scores.utility import Utility
+from jkv.methods.eviction import attention_gate
+from jkv.methods.eviction import dms as dms_score
+from jkv.methods.eviction.author_gates import Distilled, Repeated, Whole, read_heads
+from jkv.methods.eviction.heads import Lasting
+from jkv.methods.eviction.position import Protect
+from jkv.methods.eviction.trained_gates import Foreseen, Outlook, Retention
+from jkv.methods.eviction.utility import Utility
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.registry import Axes, row
 from jkv.protocols import Score
 
 
@@ -24,7 +25,7 @@ from jkv.protocols import Score
 )
 def trimkv(size: Size, *, gate: str | None = None) -> Axes:
     """TRIM-KV: a trained gate predicts how slowly a new token decays; `gate` is a folder of `jkv train trimkv`."""
-    score = learned.trained(gate, Retention())
+    score = trained_weights.trained(gate, Retention())
     return dict(score=score, budget=size, recent=0)
 
 
@@ -45,7 +46,7 @@ def makeeach(
         raise ValueError(f"makeeach: ahead={ahead}, step={step}: each 1 or more")
     score = Outlook(ahead=ahead)
     return dict(
-        score=learned.trained(gate, score),
+        score=trained_weights.trained(gate, score),
         budget=Won(size=size, window=0, step=step),
         prefill=Deferred(),
         pooled=float(floor),
@@ -88,7 +89,7 @@ def retrieval(
     gate: a folder of `jkv train trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
     the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-    score = Lasting(score=learned.trained(gate, Retention()))
+    score = Lasting(score=trained_weights.trained(gate, Retention()))
     return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
 
@@ -111,7 +112,7 @@ def locret(
     """
     if not 0 <= stabilizers < 1:
         raise ValueError(f"locret: stabilizers={stabilizers}: the newest share of the budget, from 0 to below 1")
-    score = learned.trained(gate, Foreseen())
+    score = trained_weights.trained(gate, Foreseen())
     return dict(
         score=Protect(score=score, share=float(stabilizers)),
         budget=size,
@@ -143,7 +144,7 @@ def dms(
     size = size.above("dms", window, "its window")
     # some layers want only a few tokens beyond the window: with coarser steps they had none
     budget = Weighted(size=size, least=window, method="dms", steps=20)
-    score = learned.trained(gate, delayed.Delayed(window=window))
+    score = trained_weights.trained(gate, dms_score.Delayed(window=window))
     budget = budget if gate is None else budget.from_folder(gate)
     return dict(score=score, budget=budget, pooled=0.0)
 
@@ -165,7 +166,7 @@ def attentiongate(
     """
     if not 0 <= threshold < 1:
         raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
-    score = learned.trained(gate, gated.Gated(threshold=float(threshold)))
+    score = trained_weights.trained(gate, attention_gate.Gated(threshold=float(threshold)))
     return dict(score=score, budget=size, recent=0, pooled=0.0)
 
 
@@ -199,7 +200,7 @@ def utility(
     `gate` is a folder of it. The first `sinks` and the newest `window` stay; slots come in steps of `step` tokens
     (None: a quarter of the budget).
     """
-    return _contest("utility", size, learned.trained(gate, Utility()), window, sinks, step)
+    return _contest("utility", size, trained_weights.trained(gate, Utility()), window, sinks, step)
 
 
 @row(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import Size, at_most
-from jkv.methods.catalogue import Axes, row
-from jkv.methods.scores.geometry import Lagged, Leverage, LocalLeverage, NearMass, Standard
-from jkv.methods.scores.hybrid import Plus
-from jkv.methods.scores.position import Pool, Protect
+from jkv.methods.budgets.sizes import Size, at_most
+from jkv.methods.eviction.critic import Plus
+from jkv.methods.eviction.geometry import Lagged, Leverage, LocalLeverage, NearMass, Standard
+from jkv.methods.eviction.position import Pool, Protect
+from jkv.methods.registry import Axes, row
 
 
 @row(

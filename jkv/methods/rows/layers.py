@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.divisions import Above, Proportional, Pyramid, Split, Weighted
-from jkv.methods.laziness import Lazy
-from jkv.methods.prefills import Deferred
-from jkv.methods.residuals import MeanToken, MeanValue
-from jkv.methods.scores.assisted import Assisted
-from jkv.methods.scores.attention import WindowMass
-from jkv.methods.scores.dispersion import Dispersed
-from jkv.methods.scores.heads import CHOICE, Keepers, Retrievers
-from jkv.methods.scores.hybrid import ByPhase
-from jkv.methods.scores.position import Newest, Pool, Protect
-from jkv.methods.scores.wrappers import AcrossHeads, Anchored, Groups, Units
+from jkv.methods.budgets.layers import Above, Proportional, Pyramid, Split, Weighted
+from jkv.methods.budgets.simlayerkv import Lazy
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.eviction.attention import WindowMass
+from jkv.methods.eviction.cake import Dispersed
+from jkv.methods.eviction.critic import ByPhase
+from jkv.methods.eviction.heads import CHOICE, Keepers, Retrievers
+from jkv.methods.eviction.position import Newest, Pool, Protect
+from jkv.methods.eviction.smallkv import Assisted
+from jkv.methods.eviction.wrappers import AcrossHeads, Anchored, Groups, Units
+from jkv.methods.merging.residual import MeanToken, MeanValue
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.registry import Axes, Positive, row
 
 
 @row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")

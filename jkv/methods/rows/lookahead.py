@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from jkv.io.learned import trained
-from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.divisions import Won
-from jkv.methods.features import Featured
-from jkv.methods.prefills import Attended, Deferred, Recalled, TokenPruning
-from jkv.methods.probes import Drafted, Graded, Pseudo, Rebuilt
-from jkv.methods.scores.attention import WindowMass
-from jkv.methods.scores.position import Pool, Protect
-from jkv.methods.scores.probes import LateOrProbed, Probed
+from jkv.io.trained_weights import trained
+from jkv.methods.budgets.layers import Won
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.eviction.attention import WindowMass
+from jkv.methods.eviction.position import Pool, Protect
+from jkv.methods.eviction.probes import LateOrProbed, Probed
+from jkv.methods.prefill.deferred import Attended, Deferred, Recalled, TokenPruning
+from jkv.methods.prefill.probes import Drafted, Graded, Pseudo, Rebuilt
+from jkv.methods.prefill.s3attention import Featured
+from jkv.methods.registry import Axes, Positive, row
 
 
 @row(

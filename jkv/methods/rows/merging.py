@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from jkv.io import learned
-from jkv.methods.budgets import Size
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.merges import Nearest, Runs, ZeroClass
-from jkv.methods.mixtures import Mixtures
-from jkv.methods.scores.attention import Accumulated, Latest, WindowMass
-from jkv.methods.scores.hybrid import ByPhase, Counted, Even, Plus, Remembered
-from jkv.methods.scores.mixed import Pivots
-from jkv.methods.scores.position import Oldest, Protect
-from jkv.methods.scores.wrappers import AcrossHeads, PerQuery
+from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.eviction.attention import Accumulated, Latest, WindowMass
+from jkv.methods.eviction.critic import ByPhase, Counted, Even, Plus, Remembered
+from jkv.methods.eviction.position import Oldest, Protect
+from jkv.methods.eviction.salience import Pivots
+from jkv.methods.eviction.wrappers import AcrossHeads, PerQuery
+from jkv.methods.merging.lococo import Mixtures
+from jkv.methods.merging.weighted import Nearest, Runs, ZeroClass
+from jkv.methods.registry import Axes, Positive, row
 
 
 @row(
@@ -94,8 +94,8 @@ def lococo(size: Size, *, gate: str | None = None, chunk: int = 512, local: int 
     Of the size, as many tokens are mixtures as were trained, half of it there; the others stay as they are, and
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
     """
-    merge = learned.trained(gate, Mixtures())
+    merge = trained_weights.trained(gate, Mixtures())
     if gate is not None and merge.weights.conv.shape[1] % 2 == 0:
-        raise learned.broken(gate, "its convolution has no entry in the middle")
+        raise trained_weights.broken(gate, "its convolution has no entry in the middle")
     size = size.above("lococo", local + merge.count, "its newest tokens and its mixtures")
     return dict(score=Latest(), merge=merge, budget=size, recent=local, chunk=chunk)

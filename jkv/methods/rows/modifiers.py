@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import All
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.prefills import Coded
-from jkv.methods.residuals import MeanToken
-from jkv.methods.scores.position import Newest
-from jkv.methods.sides import values_of
-from jkv.methods.text import parse
+from jkv.methods.budgets.sizes import All
+from jkv.methods.eviction.position import Newest
+from jkv.methods.merging.residual import MeanToken
+from jkv.methods.parser import parse
+from jkv.methods.prefill.deferred import Coded
+from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.values import values_of
 
 
 @row("-", "exact")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import All, Size
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense, Separable, Sparse
-from jkv.methods.codecs.grouped import Widest
-from jkv.methods.codecs.moments import Equalised, made
-from jkv.methods.codecs.planned import Planned
-from jkv.methods.codecs.turned import Rotated
+from jkv.methods.budgets.layers import Inside
+from jkv.methods.budgets.sizes import All, Size
 from jkv.methods.config import TierSpec
-from jkv.methods.divisions import Inside
-from jkv.methods.plans import Plan
-from jkv.methods.prefills import Deferred
-from jkv.methods.scores.attention import Accumulated, WindowMass
-from jkv.methods.scores.dispersion import Tailed
-from jkv.methods.scores.hybrid import ByPhase
-from jkv.methods.scores.mixed import Salience, Sticky
-from jkv.methods.scores.position import Pool
-from jkv.methods.scores.wrappers import AcrossHeads, Reaching
+from jkv.methods.eviction.attention import Accumulated, WindowMass
+from jkv.methods.eviction.cake import Tailed
+from jkv.methods.eviction.critic import ByPhase
+from jkv.methods.eviction.position import Pool
+from jkv.methods.eviction.salience import Salience, Sticky
+from jkv.methods.eviction.wrappers import AcrossHeads, Reaching
+from jkv.methods.layer_plan import Plan
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.quantization import Affine, Dense, Separable, Sparse
+from jkv.methods.quantization.calibrated import Equalised, made
+from jkv.methods.quantization.groups import Widest
+from jkv.methods.quantization.per_layer import Planned
+from jkv.methods.quantization.rotation import Rotated
+from jkv.methods.registry import Axes, Positive, row
 
 
 def coded(bits: int, group: int, size: float | None = None) -> TierSpec:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jkv.methods.budgets import Size, at_most
-from jkv.methods.catalogue import Axes, row
-from jkv.methods.codecs import Dense
-from jkv.methods.codecs.thinned import Thinned
+from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.config import TierSpec
-from jkv.methods.scores.queried import Filtered, Phased, given
+from jkv.methods.eviction.queries import Filtered, Phased, given
+from jkv.methods.quantization import Dense
+from jkv.methods.quantization.think import Thinned
+from jkv.methods.registry import Axes, row
 
 
 @row(

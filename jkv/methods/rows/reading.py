@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jkv.attention.evidence import QUERIES
-from jkv.methods.budgets import All, Size, at_most
-from jkv.methods.catalogue import Axes, Positive, row
+from jkv.methods.budgets.sizes import All, Size, at_most
 from jkv.methods.config import TierSpec
+from jkv.methods.eviction.attention import Accumulated, Foremost
+from jkv.methods.eviction.sentences import Sentences
+from jkv.methods.registry import Axes, Positive, row
 from jkv.methods.rows.eviction import snapkv
-from jkv.methods.scores.attention import Accumulated, Foremost
-from jkv.methods.scores.sentences import Sentences
-from jkv.methods.selectors import forecast
-from jkv.methods.selectors.alike import Alike
-from jkv.methods.selectors.clusters import Clusters
-from jkv.methods.selectors.exact import Exact, PageMean
-from jkv.methods.selectors.factors import Factors
-from jkv.methods.selectors.forecast import LEAST_ROWS
-from jkv.methods.selectors.heavy import Heavy
-from jkv.methods.selectors.proxies import Proxies, calibrated
-from jkv.methods.selectors.quest import PageBound
-from jkv.methods.selectors.ranked import Vote
-from jkv.methods.selectors.representative import Representative
-from jkv.methods.selectors.reuse import Similar
-from jkv.methods.selectors.sentences import SentenceMeans
+from jkv.methods.selection import attention_predictor
+from jkv.methods.selection.attention_predictor import LEAST_ROWS
+from jkv.methods.selection.base import Vote
+from jkv.methods.selection.clusters import Clusters
+from jkv.methods.selection.icecache import Alike
+from jkv.methods.selection.last_attention import Heavy
+from jkv.methods.selection.lrqk import Factors
+from jkv.methods.selection.oracle import Exact, PageMean
+from jkv.methods.selection.proxy_keys import Proxies, calibrated
+from jkv.methods.selection.quest import PageBound
+from jkv.methods.selection.representative import Representative
+from jkv.methods.selection.sentences import SentenceMeans
+from jkv.methods.selection.wrappers import Similar
 
 
 @row(
@@ -90,8 +90,8 @@ def attentionpredictor(
         raise ValueError(f"attentionpredictor: rows={rows}: steps of a history, from {LEAST_ROWS} to {QUERIES}")
     if min(pages, page) < 1 or sinks < 0:
         raise ValueError(f"attentionpredictor: pages={pages}, page={page}, sinks={sinks}: 1 or more, sinks 0 or more")
-    net, models = (None, ()) if predictor is None else forecast.trained(predictor, kind)
-    select = forecast.Forecast(
+    net, models = (None, ()) if predictor is None else attention_predictor.trained(predictor, kind)
+    select = attention_predictor.Forecast(
         unit=page, pages=pages, sinks=sinks, rows=rows, kind=kind, net=net, models=models, first=dense_layers
     )
     return dict(select=select, recent=64)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense
-from jkv.methods.codecs.grouped import Widest
-from jkv.methods.codecs.levels import Bfp, Levels
-from jkv.methods.codecs.moments import Centered, Principal, Sorted, made
-from jkv.methods.codecs.sensitive import Sensitive, Transformed, weighed
-from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
+from jkv.methods.quantization import Affine, Dense
+from jkv.methods.quantization.calibrated import Centered, Principal, Sorted, made
+from jkv.methods.quantization.groups import Widest
+from jkv.methods.quantization.lookup import Bfp, Levels
+from jkv.methods.quantization.rotation import Rotated
+from jkv.methods.quantization.sensitivity import Sensitive, Transformed, weighed
+from jkv.methods.registry import Axes, Positive, row
 from jkv.protocols import Codec
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jkv.methods.catalogue import Axes, Positive, row
-from jkv.methods.codecs import Affine, Dense, LowRank, Merged, OfPrompt, Stretches
-from jkv.methods.codecs.grouped import Widest
-from jkv.methods.codecs.moments import Side, made
-from jkv.methods.codecs.turned import Rotated
 from jkv.methods.config import TierSpec
-from jkv.methods.prefills import Deferred
-from jkv.methods.scores.keys import UnitOutlier
-from jkv.methods.selectors.landmark import Landmark
+from jkv.methods.eviction.keys import UnitOutlier
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.quantization import Affine, Dense, LowRank, Merged, OfPrompt, Stretches
+from jkv.methods.quantization.calibrated import Side, made
+from jkv.methods.quantization.groups import Widest
+from jkv.methods.quantization.rotation import Rotated
+from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.selection.landmark import Landmark
 from jkv.protocols import Codec
 
 

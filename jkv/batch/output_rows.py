@@ -1,0 +1,129 @@
+"""Written rows: which lines of a file are rows, and which line of the input each of them answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jkv.io.errors import FormatError
+
+if TYPE_CHECKING:
+    from jkv.io.object_store import Place
+
+Counts = tuple[int, int] | None  # tokens read and generated; None: the row failed
+NAMED = 5  # lines that a message names
+
+
+@dataclass(frozen=True)
+class Written:
+    """One row of a file: the line of the input that it answers, the key of what was asked there, and its tokens."""
+
+    line: int
+    key: str
+    counts: Counts
+
+
+def tally(row: Mapping[str, Any]) -> tuple[int, Counts]:
+    """A row's line, and what counts of it."""
+    return row["line"], None if row.get("error") is not None else (row["prompt_tokens"], counted(row["tokens"]))
+
+
+def counted(tokens: list[Any]) -> int:
+    """Of one answer, or of several.
+
+    >>> counted([5, 6, 7]), counted([[5, 6], [7]])
+    (3, 3)
+    """
+    return sum(map(len, tokens)) if tokens and isinstance(tokens[0], list) else len(tokens)
+
+
+def dumped(row: Mapping[str, Any]) -> bytes:
+    """A row as a line that any reader of JSON takes; ValueError for NaN."""
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def parsed(raw: bytes) -> Written:
+    """A line as a row.
+
+    >>> parsed(b'{"line": 7, "key": "ab", "error": "the prompt is empty"}').line
+    7
+    """
+    row = json.loads(raw)
+    (line, counts), key = tally(row), row["key"]
+    numbers = (line, *(counts or ()))
+    if any(type(x) is not int for x in numbers) or min(numbers) < 0 or line < 1 or not isinstance(key, str):
+        raise ValueError("its line, key or numbers of tokens cannot be right")
+    return Written(line, key, counts)
+
+
+def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[Written], int]:
+    """The rows of a file, and the bytes up to its last newline: what follows is what a kill left of a line.
+
+    Raises FormatError for a line that has its newline and is no row, wherever it stands: no kill leaves that.
+    """
+    found, damaged, size = [], [], 0
+    for number, raw in enumerate(lines, 1):
+        if not raw.endswith(b"\n"):
+            break
+        size += len(raw)
+        try:
+            found.append(parsed(raw))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            damaged.append(number)
+    if damaged:
+        what = f"{_named(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
+        way_out = "take it out, and the job runs its row again" if len(damaged) == 1 else "put back the file as it was"
+        raise FormatError(path, what, f"{way_out}; or give another folder. Nothing was changed")
+    return found, size
+
+
+def _named(numbers: Sequence[int]) -> str:
+    """
+    >>> _named([3]), _named([1, 2, 3, 4, 5, 6, 7])
+    ('line 3', 'lines 1, 2, 3, 4, 5 and 2 more')
+    """
+    more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
+    return f"line{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:NAMED]))}{more}"
+
+
+def relined(raw: bytes, line: int) -> bytes:
+    """A row with another line of the input."""
+    row = json.loads(raw)
+    return raw if row["line"] == line else dumped(row | {"line": line})
+
+
+def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -> list[int | None]:
+    """The line of the input that each row answers: its own one, or one that asks the same; None: the row failed, and
+    no line asks for it.
+
+    wanted: the key of each line. Raises ValueError for an answer that no line asks for: it is not ours to delete.
+
+    >>> from pathlib import Path
+    >>> answered(Path("x"), [Written(1, "a", (3, 2)), Written(2, "b", None)], {2: "a", 3: "c"})
+    [2, None]
+    """
+    left = dict(wanted)
+    lines: list[int | None] = [None] * len(found)
+    for failures in (False, True):  # what one asks for is rather an answer
+        some = [i for i, x in enumerate(found) if (x.counts is None) == failures]
+        for i in some:
+            if left.get(found[i].line) == found[i].key:
+                lines[i] = found[i].line
+                del left[found[i].line]
+        asked: dict[str, list[int]] = {}
+        for line in sorted(left, reverse=True):
+            asked.setdefault(left[line], []).append(line)
+        for i in some:
+            if lines[i] is None and asked.get(found[i].key):
+                lines[i] = line = asked[found[i].key].pop()
+                del left[line]
+    strange = [i + 1 for i, (x, line) in enumerate(zip(found, lines, strict=True)) if line is None and x.counts]
+    if strange:
+        raise ValueError(
+            f"{path} holds another job: {_named(strange)} of it answer{'s' * (len(strange) == 1)} what the input does "
+            "not ask (any more, or not twice). Give the input that it was begun with, or another folder, or take out "
+            "what is not wanted any more"
+        )
+    return lines

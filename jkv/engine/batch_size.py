@@ -1,0 +1,91 @@
+"""The batch size: as many rows as fit, by the compiler's memory of the job's own programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv.aot.memory_estimate import bytes_of, search
+from jkv.cache.cache import tree_bytes
+from jkv.core.compilation import Cost, compiled, peak_bytes
+from jkv.core.decode_loop import prefill_own, run_block, run_blocks
+from jkv.core.sharding import MeshPlan
+from jkv.engine.request import Settings
+from jkv.engine.spec import Shapes
+from jkv.models import Params
+from jkv.prompts.tokenization import stop_ids_of
+from jkv.speculative.draft_length import NODES
+from jkv.speculative.verify import Draft, verify
+
+AT_ONCE = {"cpu": 32}  # rows from which on a step takes as long as its rows: more only leave more behind at the end
+ELSEWHERE = 256
+WAVE = 8  # a wave is this part of the rows
+
+
+def several(rows: int, unit: int) -> int:
+    """Rows of a wave: few, so that slots do not wait long for it; in whole units.
+
+    >>> several(32, 1), several(8, 4)
+    (4, 4)
+    """
+    return max(rows // WAVE // unit * unit, unit)
+
+
+def whole(rows: int, unit: int) -> int:
+    """Rounded up to whole units."""
+    return -(-rows // unit) * unit
+
+
+def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
+    """Bytes on each device beside the weights: of a block, of a pass if there are drafts, or of a wave's prefill beside
+    the running rows."""
+    params = replace(params, config=shapes.model)
+    state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
+    draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    chunk = shapes.bucket.chunk
+    ids = shape((shapes.several, chunk or shapes.bucket.length))
+    if over is None:
+        block, prefill = Cost(runs=False), Cost(runs=False)
+        block.begin(run_block, params, state, draws, shape(()))
+        if shapes.top is not None:
+            nodes = jnp.zeros((shapes.rows, NODES), jnp.int32)
+            draft = jax.eval_shape(lambda: Draft(ids=nodes, parent=nodes))
+            block.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
+        prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
+        held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
+        return max(block.peak, held + prefill.peak)
+    block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
+    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=not chunk)
+
+    def here(tree: Any) -> int:
+        return bytes_of(tree, over.shardings(tree))
+
+    held = here(state) + (here(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
+    return max(peak_bytes(block), held + peak_bytes(prefill)) - here(params)
+
+
+def largest(
+    params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: MeshPlan | None, free: int
+) -> int:
+    """The largest batch, at most `rows`, a multiple of `unit`, that fits `free` bytes a device; ValueError if none."""
+
+    def share(batch: int) -> float:
+        try:
+            return needed(params, shapes(batch), over) / free
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return inf
+
+    most = whole(min(rows, AT_ONCE.get(jax.default_backend(), ELSEWHERE)), unit)
+    found = search(share, unit, most)
+    if not found:
+        raise ValueError(f"not even {unit} rows fit into the {free:,} free bytes: take a smaller cache or shorter rows")
+    return found

@@ -1,0 +1,315 @@
+"""The rows of a job: JSON lines in, prompts with their settings out; a row that cannot be run gets an error."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jkv.core import sampling
+from jkv.engine.formats import LENGTHS, PLAIN, TEMPLATE, Form, form_of
+from jkv.io.object_store import read_bytes
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.prompts.tokenization import check_length, encode_row
+from jkv.utils.errors import said, survivable
+
+if TYPE_CHECKING:
+    from jkv.io.object_store import Place
+
+PROMPTS = ("prompt", "messages", "tokens")
+MOST_SAMPLES = 1024  # answers to a prompt
+MOST_NEW = 1 << 15  # new tokens of a row, where the cache has no limit of its own
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
+KINDS: dict[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "seed": (int,),
+    "n": (int,),
+    "stop": (str, list),
+}
+EVERY = (*KINDS, *LENGTHS, TEMPLATE)  # settings that a row may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a row is answered, n times; a row of the input may change any of them. seed None: the row's line number."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    n: int = 1
+
+    @property
+    def draws(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in DRAWS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One row: the line of the input that it came from (the first is 1), its id, prompt tokens i32[n], and its form; or
+    one of its samples, by number."""
+
+    line: int
+    id: Any
+    tokens: np.ndarray
+    settings: Settings
+    form: Form = PLAIN
+    sample: int = 0
+
+    @property
+    def seed(self) -> int:
+        """Where the row has one, samples have seed, seed + 1, ..., as in `jkv.generate`; else no two of a job agree."""
+        if self.settings.seed is None:
+            return (self.line + (self.sample << 20)) % (1 << 32)
+        return (sampling.fold(self.settings.seed) + self.sample) % (1 << 32)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """What it is among all that a job runs: its line, and which of its samples."""
+        return self.line, self.sample
+
+    @property
+    def samples(self) -> list[Request]:
+        """The n that run, each by itself."""
+        return [replace(self, sample=i) for i in range(self.settings.n)]
+
+    @property
+    def new(self) -> int:
+        return self.settings.max_new_tokens
+
+    @property
+    def key(self) -> str:
+        """What its answer depends on, and its id: two rows of one key have one answer, on whatever line they stand."""
+        first = replace(self, sample=0)
+        settings = asdict(self.settings) | {"seed": first.seed if self.settings.temperature else None}
+        return _digest(json.dumps([self.id, settings, *self.form.mark]).encode() + self.tokens.tobytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A row that cannot be run, why, and what it is known by in the output; status as in HTTP: whose fault it is."""
+
+    line: int
+    id: Any
+    error: str
+    key: str
+    form: Form = PLAIN
+    status: int = 400
+
+
+def failed(request: Request, error: str) -> Refused:
+    """A row that could be read, and not be answered."""
+    return Refused(line=request.line, id=request.id, error=error, key=request.key, form=request.form, status=500)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most tokens that are read of a row, each of so many characters at most, and the most that it may ask for."""
+
+    tokens: float = math.inf
+    longest: int = 1
+    new: float = math.inf
+
+    @classmethod
+    def of(cls, params: Params, tokens: int) -> Limits:
+        """A text that no so many tokens of the model's could hold need not be cut into tokens to be refused."""
+        if params.tokenizer is None:
+            return cls()
+        longest = max(map(len, params.tokenizer.core.get_vocab(with_added_tokens=True)), default=1)
+        return cls(tokens=tokens, longest=longest)
+
+    @property
+    def characters(self) -> float:
+        return self.tokens * self.longest
+
+    def check(self, asked: int, name: str = LENGTHS[0]) -> None:
+        """Raises ValueError for more new tokens, which the caller asks for by this name."""
+        if asked > self.new:
+            raise ValueError(
+                f"{name}={asked}: at most {self.new:,} are generated here; ask for fewer, or raise --new-tokens-limit"
+            )
+
+
+def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Limits:
+    """Those of a job."""
+    return Limits(new=most_new) if config.unlimited else Limits.of(params, params.config.context)
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:32]
+
+
+def lines(path: Place) -> list[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers. Raises OSError."""
+    return [(i, x) for i, x in enumerate(read_bytes(path).split(b"\n"), 1) if x.strip()]
+
+
+def read(
+    numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings, most_new: int = MOST_NEW
+) -> Iterator[Request | Refused]:
+    """The rows of numbered lines; of two with one id the second is refused. Whatever a row does, the next one comes."""
+    ids: dict[str, int] = {}
+    out: Request | Refused
+    limit = limits(params, config, most_new)
+    for line, raw in numbered:
+        form, name = PLAIN, None
+        try:
+            row = parsed(raw)
+            form = form_of(row)
+            name = form.name(row)
+            if name is not None and (first := ids.setdefault(json.dumps(name), line)) != line:
+                raise ValueError(f"id {name!r} is that of line {first} too: give each row its own, or none")
+            out = replace(request(line, form.own(row), params, config, defaults, limit), id=name, form=form)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            out = Refused(line=line, id=name, error=said(error), key=_digest(raw), form=form)
+        yield out
+
+
+def parsed(raw: bytes, what: str = "the line") -> dict[str, Any]:
+    """The object of a line; its id is a text or a number, which every reader of the output can take."""
+    try:
+        row = json.loads(raw, parse_constant=_no_number, object_pairs_hook=_object)
+    except ValueError as error:
+        raise ValueError(f"{what} is no JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{what} is a JSON {type(row).__name__}, not an object such as {{'prompt': ...}}")
+    name = row.get("id")
+    if isinstance(name, bool) or not isinstance(name, str | int | float | None) or name in (math.inf, -math.inf):
+        raise ValueError("the id is a text or a number, or left out")
+    return row
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number there")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice in one object")
+    return row
+
+
+def request(
+    line: int,
+    row: Mapping[str, Any],
+    params: Params,
+    config: CacheConfig,
+    defaults: Settings,
+    limit: Limits,
+) -> Request:
+    """One row of the input; ValueError names what is wrong with it."""
+    known = ("id", *PROMPTS, *EVERY)
+    for name in row:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"unknown setting {name!r}: "
+                + (f"did you mean {near[0]!r}?" if near else f"it is none of {', '.join(known)}")
+            )
+    given = [name for name in PROMPTS if name in row]
+    if len(given) != 1:
+        raise ValueError(
+            f"give exactly one of prompt (text), messages and tokens (ids); got {', '.join(given) or 'none'}"
+        )
+    length = _length(row)
+    settings = _settings(row, length, params, defaults)
+    limit.check(settings.max_new_tokens, length)
+    prompt, options = _prompt(given[0], row[given[0]]), row.get(TEMPLATE, {})
+    if not isinstance(options, dict):
+        raise ValueError(f"{TEMPLATE} must be an object, such as {{'enable_thinking': false}}")
+    if options and given[0] != "messages":
+        raise ValueError(f"{TEMPLATE}: of messages only, as {given[0]} goes through no template")
+    if (n := _characters(given[0], prompt)) > limit.characters:
+        raise ValueError(
+            f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "
+            "shorten it"
+        )
+    tokens = encode_row(params, prompt, options=options)
+    check_length(config, params.config, len(tokens), settings.max_new_tokens)
+    return Request(line=line, id=None, tokens=np.array(tokens, np.int32), settings=settings)
+
+
+def _prompt(kind: str, x: Any) -> Any:
+    fits = {
+        "prompt": isinstance(x, str),
+        "messages": isinstance(x, list),
+        "tokens": isinstance(x, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in x),
+    }
+    if not fits[kind]:
+        wanted = {"prompt": "a text", "messages": 'a list of {"role", "content"}', "tokens": "a list of token ids"}
+        raise ValueError(f"{kind} must be {wanted[kind]}")
+    for i, message in enumerate(x if kind == "messages" else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'messages[{i}] must be {{"role", "content"}}')
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"messages[{i}].content must be a text")
+    return x
+
+
+def _characters(kind: str, prompt: Any) -> int:
+    """Of what the tokenizer is to read, at least."""
+    if kind == "messages":
+        return sum(len(m.get("content") or "") for m in prompt)
+    return len(prompt) if kind == "prompt" else 0
+
+
+def _length(row: Mapping[str, Any]) -> str:
+    """The name by which a row says how many tokens it asks for; ValueError if it says two numbers."""
+    given = [name for name in LENGTHS if row.get(name) is not None] or [LENGTHS[0]]
+    if any(row.get(name) != row.get(given[0]) for name in given):
+        raise ValueError(f"{' and '.join(given)} differ: give one")
+    return given[0]
+
+
+def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Settings) -> Settings:
+    """The row's own settings over the job's, checked; length: its name of `max_new_tokens`."""
+    kinds = KINDS | {length: (int,)}
+    own = {name: row[name] for name in kinds if row.get(name) is not None}
+    for name, x in own.items():
+        if not isinstance(x, kinds[name]) or isinstance(x, bool):
+            raise ValueError(f"{name}={x!r}: give {' or '.join(k.__name__ for k in kinds[name])}")
+        if isinstance(x, int) and abs(x) > 1 << 64:
+            raise ValueError(f"{name} is out of all range")
+    if "stop" in own:
+        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
+    if length in own:
+        own[LENGTHS[0]] = own.pop(length)
+    return checked(replace(defaults, **own), params, length)
+
+
+def checked(settings: Settings, params: Params, length: str = LENGTHS[0]) -> Settings:
+    """The same settings; ValueError for one that is out of range. length: the caller's name of `max_new_tokens`."""
+    sampling.check(1, **settings.draws)
+    if not 1 <= settings.n <= MOST_SAMPLES:
+        raise ValueError(f"n={settings.n}: ask for 1 to {MOST_SAMPLES} answers to a prompt")
+    if settings.max_new_tokens < 1:
+        raise ValueError(f"{length}={settings.max_new_tokens}: ask for at least one")
+    least, most = sampling.SEEDS
+    if settings.seed is not None and not least <= settings.seed <= most:
+        raise ValueError(f"seed={settings.seed}: give a whole number of 64 bits")
+    if not all(isinstance(s, str) and s for s in settings.stop):
+        raise ValueError(f"stop={list(settings.stop)!r}: give texts, none of them empty")
+    if settings.stop and params.tokenizer is None:
+        raise ValueError("stop texts need a tokenizer, and this model has none")
+    return settings

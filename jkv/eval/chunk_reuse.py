@@ -1,0 +1,343 @@
+"""What reuse of passages costs in quality, and what it saves: prompts beside the same prompts that are read whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.attention.dequantization import stored
+from jkv.cache.cache import Cache
+from jkv.core.compilation import Cost
+from jkv.eval import corpora
+from jkv.eval import quality as quality_eval
+from jkv.eval.store_replay import leading
+from jkv.eval.tasks.registry import Example
+from jkv.eval.tasks.words import coined, numbers, prose
+from jkv.generation.api import generate
+from jkv.generation.receipt import divergence
+from jkv.generation.teacher_forcing import Follow
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.prefix_cache.chunk_reuse import Joins, Passages, kind
+from jkv.prefix_cache.prefix import Begins, BegunPrompts, doubling
+from jkv.prefix_cache.store import BLOCK, chain
+from jkv.prompts.prefill import prefilled
+
+NEW = 16  # tokens after a prompt, over which caches are compared
+POOL, EACH, SAID = 8, 4, 96  # passages, those of a prompt; tokens that a run says
+APART, EDITS = 24, (1, 4, 8)  # tokens between two places of edits; how many of them
+WHOLE, PLAIN = "none", "pie"  # names: what is read whole, and passages of which no token is read again
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, token ids; what follows it, of which the first `answer` tokens answer it; add(passages): what has been
+    read before it. counts: whether it is measured, and does not only fill the passages; edits: places where what was
+    read before was another text."""
+
+    ids: list[int]
+    follow: list[int]
+    add: Callable[[Passages], None]
+    answer: int = 0
+    counts: bool = True
+    edits: int = 0
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Prompts in order; shared: all of them use the same passages, or each its own."""
+
+    asked: list[Asked]
+    shared: bool
+
+    def __iter__(self) -> Iterator[Asked]:
+        return iter(self.asked)
+
+    @property
+    def measured(self) -> list[Asked]:
+        return [x for x in self.asked if x.counts]
+
+
+def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
+    """Questions about `EACH` of `POOL` texts of `length` tokens, in any order: which, by Zipf's law. Each text has a
+    needle. The first prompts hold each text once, and are not counted."""
+    rng, tokenizer = np.random.default_rng(seed), _tokenizer(params)
+    towns, codes = [x.capitalize() for x in coined(rng, POOL)], numbers(rng, POOL, 6)
+    texts, after = [], []
+    for town, code in zip(towns, codes, strict=True):
+        said = f"The lighthouse keeper of {town} opens the door with the code {code}."
+        text = prose(rng, 2 * length, [(float(rng.uniform(0.1, 0.4)), said)])
+        ids = tokenizer.within(text)[:length]
+        texts.append([*ids, *tokenizer.within("\n\n")])
+        after.append(tokenizer.within(f" {code}. " + text.split(said)[1].strip()))
+
+    def add(passages: Passages) -> None:
+        if not passages.passages:
+            for ids in texts:
+                passages.add(params, ids)
+
+    def ask(which: Sequence[int], about: int, counts: bool = True) -> Asked:
+        example = Example(
+            context="Read the texts below, then answer the question after them.\n\n",
+            question=f"With which code does the lighthouse keeper of {towns[about]} open the door?\n",
+            prefix=f"The lighthouse keeper of {towns[about]} opens the door with the code",
+            answers=(codes[about],),
+            meta={},
+        )
+        head, tail = quality_eval.cut(params, example)
+        ids = [*head, *(x for i in which for x in texts[i]), *tail]
+        return Asked(ids, after[about][:NEW], add, len(tokenizer.within(f" {codes[about]}")), counts)
+
+    order = rng.permutation(POOL).tolist()
+    first = [ask(order[i : i + EACH], order[i], False) for i in range(0, POOL, EACH)]
+    odds = 1 / np.arange(1, POOL + 1)
+    drawn = [rng.choice(POOL, EACH, replace=False, p=odds / odds.sum()).tolist() for _ in range(samples)]
+    return Bed([*first, *(ask(some, int(rng.choice(some))) for some in drawn)], shared=True)
+
+
+def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
+    """Code of `EACH * length` tokens, read before it was edited: in one, four or eight places, prompt by prompt.
+
+    An edit takes 0 to 5 tokens away and puts 0 to 5 of the same code there: an insertion, a deletion or both.
+    """
+    rng, tokenizer, length = np.random.default_rng(seed), _tokenizer(params), EACH * length
+    text = corpora.text("stdlib")[: 20 * samples * (length + NEW)]
+    windows = corpora.windows(tokenizer.encode(text), length + NEW, samples, seed)
+    sizes = [(gone, size) for gone in range(6) for size in range(6) if gone or size]
+
+    def one(row: list[int], places: int) -> Asked:
+        old, new = row[:length], row[:length]
+        for at in sorted(rng.choice(np.arange(APART, length - APART, APART), places, replace=False), reverse=True):
+            gone, size = sizes[int(rng.integers(len(sizes)))]
+            other = int(rng.integers(length - size))
+            new[at : at + gone] = row[other : other + size]
+        return Asked(new, row[length:], lambda passages: passages.add(params, old), edits=places)
+
+    return Bed([one(row, EDITS[i % len(EDITS)]) for i, row in enumerate(windows.tolist())], shared=False)
+
+
+def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
+    """A text is summed up by a run of the model, and what that said stands in a second run's prompt."""
+    rng = np.random.default_rng(seed)
+    about = {"prefix": "", "answers": ("",), "meta": {}}
+
+    def says(prompts: list[list[int]], new: int) -> tuple[list[list[int]], Cache]:
+        out: Any = generate(params, CacheConfig(), prompts, max_new_tokens=new, stop_ids=())
+        return out.tokens, out.cache
+
+    told = [
+        sum(
+            quality_eval.cut(params, Example(context=f"{prose(rng, length)}\n\n", question="Explain this.", **about)),
+            [],
+        )
+        for _ in range(samples)
+    ]
+    caches: list[Cache] = []
+    said: list[list[int]] = []
+    for some in (told[i : i + 5] for i in range(0, samples, 5)):
+        tokens, cache = says(some, SAID)
+        said += tokens
+        caches += [cache.pick(jnp.array([i])) for i in range(len(some))]
+
+    def one(tokens: list[int], cache: Cache) -> Asked:
+        example = Example(
+            context="A colleague wrote about a text:\n\n",
+            question="\n\nName the most important thing in it, and why it matters.",
+            **about,
+        )
+        before, after = quality_eval.cut(params, example)
+        return Asked([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
+
+    asked = [one(*x) for x in zip(said, caches, strict=True)]
+    goes, _ = says([x.ids for x in asked], NEW)
+    return Bed([replace(x, follow=y) for x, y in zip(asked, goes, strict=True)], shared=False)
+
+
+BEDS: dict[str, Callable[[Params, int, int, int], Bed]] = {"documents": documents, "edits": edits, "agents": agents}
+
+
+def _tokenizer(params: Params) -> Any:
+    if params.tokenizer is None:
+        raise ValueError("reuse is measured on texts: this model was built without a tokenizer")
+    return params.tokenizer
+
+
+class Ready(Begins):
+    """Prompts of one call that begin with what is there already, one each."""
+
+    def __init__(self, given: Sequence[tuple[Cache, int, int]], params: Params, config: CacheConfig) -> None:
+        super().__init__(params, config)
+        self.given = iter(given)
+
+    def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
+        return next(self.given)
+
+
+def quality(
+    params: Params, bed: Bed, configs: Sequence[CacheConfig], renews: Sequence[str], done: Container[int] = ()
+) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+    """Of every prompt that counts, but for those `done`: its number, cache, renewal, and a row.
+
+    kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
+    is given word for word; read: the share of the prompt's tokens and layers that are read; ms: what that took, but for
+    the last tokens, which every cache reads itself, and for compilation; where every prompt has its own texts, reading
+    those by themselves is a part of it (`times` leaves it out).
+
+    A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
+    take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
+    ValueError for one that reads prompts whole.
+    """
+    alike: dict[tuple[str, int], list[CacheConfig]] = {}
+    for config in configs:
+        joins = Joins(Passages(PLAIN), params, config.bound(params))
+        if joins.refusal:
+            raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
+        alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
+
+    def fresh() -> dict[str, Passages]:
+        return {renew: passages_of(renew) for renew in (WHOLE, *renews)}
+
+    ways = {key: fresh() for key in alike}
+    for number, x in enumerate(bed):
+        for key, some in alike.items():
+            if not bed.shared:
+                ways[key] = fresh()
+            begun, read, ms = [], [], []
+            for renew, passages in ways[key].items():
+                if renew != WHOLE:
+                    x.add(passages)
+                if number in done and passages.renew.alpha is None:  # which remembers nothing of a prompt
+                    continue
+                before, joins, cost, start = (
+                    passages.read,
+                    Joins(passages, params, some[0]),
+                    Cost(),
+                    time.perf_counter(),
+                )
+                begun.append(joins.read(params, x.ids, cost, doubling(max(joins.whole(len(x.ids)), 1))))
+                ms.append(1e3 * (time.perf_counter() - start - cost.compiling))
+                read.append((passages.read - before) / len(x.ids))
+            for config in some if x.counts and number not in done else ():
+                kind = partial(BegunPrompts, begins=partial(Ready, begun))
+                cache, last, *_ = prefilled(params, config, [x.ids] * len(begun), 2 * NEW, 0, kind=kind)
+                run = Follow(params, cache, last, np.asarray([x.follow] * len(begun), np.int32))
+                logits = jnp.concatenate(list(run), 1)
+                kl = np.asarray(divergence(logits[:1], logits)[0].mean(1), float)
+                right = (np.asarray(logits[:, : x.answer].argmax(-1)) == x.follow[: x.answer]).all(1)
+                for renew, far, hit, share, spent in zip(ways[key], kl, right, read, ms, strict=True):
+                    row = {"kl": round(float(far), 6), **({"right": bool(hit)} if x.answer else {})}
+                    row |= {"read": round(share, 4), "ms": round(spent, 1), "tokens": len(x.ids)}
+                    row |= {"edits": x.edits} if x.edits else {}
+                    yield number, str(config), renew, row
+
+
+def passages_of(renew: str) -> Passages:
+    """Passages of a renewal; of what is read whole none is ever added."""
+    return Passages(PLAIN if renew == WHOLE else renew)
+
+
+def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[float]:
+    """Milliseconds from each prompt that counts to its first logits, without compilation; what is read before a prompt
+    is no part of it. Of a bed in which every prompt has its own passages it is the second time that it is read."""
+    out, passages = [], passages_of(renew)
+    for x in bed:
+        passages = passages if bed.shared else passages_of(renew)
+        if renew != WHOLE:
+            x.add(passages)
+        for last in (True,) if bed.shared else (False, True):
+            start = time.perf_counter()
+            _, logits, cost, _ = prefilled(
+                params, config, [x.ids], 2 * NEW, 0, kind=kind(None if renew == WHOLE else passages)
+            )
+            jax.block_until_ready(logits)
+            if last and x.counts:
+                out.append(1e3 * (time.perf_counter() - start - cost.compiling))
+    return out
+
+
+def drift(params: Params, bed: Bed) -> list[float]:
+    """1 - cos of the values of what was read before, as held and as read in the prompt, a mean of prompts, by layer."""
+    out = []
+    for x in bed.measured:
+        passages = Passages(PLAIN)
+        x.add(passages)
+        a, b = (
+            [
+                np.asarray(y.v[0], float)
+                for y in stored(prefilled(params, CacheConfig(), [x.ids], 0, 0, kind=kind(z))[0])
+            ]
+            for z in (passages, None)
+        )
+        here = np.concatenate([np.arange(y.place, y.place + y.length) for y in passages.match(x.ids[:-1])])
+        each = ([y[:, here].transpose(1, 0, 2).reshape(len(here), -1) for y in layers] for layers in (a, b))
+        dots = [(y * z).sum(1) / np.sqrt((y * y).sum(1) * (z * z).sum(1)) for y, z in zip(*each, strict=True)]
+        out.append([1 - float(np.mean(y)) for y in dots])
+    return np.mean(out, axis=0).round(5).tolist()
+
+
+def beginnings(bed: Bed) -> int:
+    """Tokens that the measured prompts have to read where whole blocks of their beginnings are found again."""
+    seen: set[str] = set()
+    read = 0
+    for x in bed:
+        names = chain("", x.ids[:-1])
+        hits = leading(names, seen) if bed.shared else 0
+        seen |= set(names)
+        read += (len(x.ids) - BLOCK * hits) * x.counts
+    return read
+
+
+def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a cache, number of edits and renewal of the rows of prompts: means, and the median of ms.
+
+    score: the share of right answers, None where nothing was asked. fewer, less: right answers that the same prompts
+    lose beside those read whole, and nats that they lose less than with `PLAIN`; None beside what was not measured.
+    Each mean that says more than its name has its standard error beside it, as (mean, error).
+    """
+    groups: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        if "prompt" in row:
+            groups.setdefault((row["cache"], row.get("edits", 0), row["renew"]), {})[row["prompt"]] = row
+    out = []
+    for (cache, places, renew), own in groups.items():
+        some = [*own.values()]
+        paired = {
+            name: [(own[i][key], other[i][key]) for i in own if i in other and key in own[i]]
+            for name, key, other in (
+                ("fewer", "right", groups.get((cache, places, WHOLE), {})),
+                ("less", "kl", groups.get((cache, places, PLAIN), {})),
+            )
+        }
+        right = [x["right"] for x in some if "right" in x]
+        out.append(
+            {
+                "cache": cache,
+                "renew": renew,
+                "edits": places,
+                "kl": spread([x["kl"] for x in some]),
+                "score": float(np.mean(right)) if right else None,
+                **{name: spread([float(b) - float(a) for a, b in pairs]) for name, pairs in paired.items()},
+                "read": float(np.average([x["read"] for x in some], weights=[x["tokens"] for x in some])),
+                "ms": float(np.median([x["ms"] for x in some])),
+                "samples": len(some),
+            }
+        )
+    return out
+
+
+def spread(values: Sequence[float]) -> tuple[float, float] | None:
+    """Their mean and its standard error; None of fewer than two.
+
+    >>> spread([1.0, 2.0, 3.0, 2.0]), spread([1.0])
+    ((2.0, 0.408248290463863), None)
+    """
+    if len(values) < 2:
+        return None
+    return float(np.mean(values)), float(np.std(values, ddof=1) / np.sqrt(len(values)))

@@ -1,0 +1,64 @@
+"""Families of caches, by their rows of the catalogue: the groups of plots and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jkv.methods import known
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.quantization import Dense
+from jkv.methods.registry import Axes, Row
+from jkv.protocols import Prefill
+
+
+def _coded(a: Axes) -> bool:
+    held = (a.get("values"), *a.get("codec", ()), *(c for tier in a.get("tiers", ()) for c in (tier.k, tier.v)))
+    return any(not isinstance(c, Dense | None) for c in held)
+
+
+def _divided(a: Axes) -> bool:
+    return "pooled" in a or "prefill" in a or not isinstance(a.get("budget", Size()), Size)
+
+
+def _evicts(a: Axes) -> bool:
+    return "score" in a and a["budget"].bounded
+
+
+FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
+# the first that a row meets is its family, so a trained merge is a merge, and codes of divided layers are codes
+FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
+    "selection: a step reads a part": lambda _, a: bool({"select", "vote", "steps", "layers"} & {*a}),
+    "precision: fewer bits, or channels": lambda _, a: _coded(a),
+    "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
+    "eviction by trained scores": lambda r, a: "gate" in r.arguments,
+    "eviction that looks ahead": lambda _, a: "compression" in a or a.get("prefill", Prefill()).probe is not None,
+    "layers and heads of unequal size": lambda _, a: _divided(a),
+    "eviction by all queries so far": lambda _, a: _evicts(a) and a["score"].needs.new,
+    "eviction by the latest queries": lambda _, a: _evicts(a) and a["score"].needs.queries > 0,
+    "eviction by key or place": lambda _, a: _evicts(a),
+    FULL: lambda *_: True,
+}
+ORDER = (*reversed(FAMILIES), JOINED, OTHER)  # the plain ones first
+
+
+def of_row(row: Row) -> str:
+    """The family of one method, by what its defaults fill.
+
+    >>> of_row(known("h2o")), of_row(known("kivi"))
+    ('eviction by all queries so far', 'precision: fewer bits, or channels')
+    """
+    filled = row.filled
+    return next(name for name, meets in FAMILIES.items() if meets(row, filled))
+
+
+def family(cache: str) -> str:
+    """The family of a composition, as a result file names it; of what the catalogue does not know, `OTHER`.
+
+    >>> family("snapkv(budget=512)"), family("snapkv(budget=512) | int4"), family("no such cache")
+    ('eviction by the latest queries', 'several methods joined', 'other')
+    """
+    try:
+        rows = [known(stage.split("(")[0].strip()) for stage in cache.split("|")]
+    except ValueError:
+        return OTHER
+    return of_row(rows[0]) if len(rows) == 1 else JOINED

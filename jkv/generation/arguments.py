@@ -1,0 +1,153 @@
+"""The arguments of `generate` and `stream`, checked before anything runs: each is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from jax import Array
+
+from jkv import methods
+from jkv.cache.cache import Cache
+from jkv.core import sampling
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.prefix_cache.chunk_reuse import Passages
+from jkv.prefix_cache.store import Store
+from jkv.prompts.tokenization import check_length
+from jkv.speculative.build import drafter
+from jkv.speculative.draft_model import check
+from jkv.speculative.proposer import Drafter
+from jkv.utils import fork_guard
+from jkv.utils.unicode import check_unicode
+from jkv.utils.validation import count, numbers, short
+
+Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of one generation. draws: of `sampling.make`; seeds: one, or one a row; n: rows a prompt."""
+
+    cache: CacheConfig | Cache
+    new: int
+    draws: dict[str, Any]
+    seeds: np.ndarray
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...] | None
+    chunk: int | None
+    n: int
+    compare: bool
+    until: Until | None
+    draft: Drafter | None
+    store: Store | Passages | None
+
+
+def asked(
+    params: Params,
+    cache: Any,
+    *,
+    max_new_tokens: Any = 128,
+    seed: Any = 0,
+    stop: Any = (),
+    stop_ids: Any = None,
+    chunk: Any = None,
+    n: Any = 1,
+    compare: Any = False,
+    until: Any = None,
+    draft: Any = None,
+    store: Any = None,
+    **draws: Any,
+) -> Asked:
+    """The options of `generate`; ValueError or TypeError for one that cannot be, with its name.
+
+    >>> from jkv import models
+    >>> asked(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
+    (5,)
+    """
+    model(params)
+    if not isinstance(compare, bool | np.bool_):
+        raise ValueError(f"compare={compare!r}: give True or False")
+    if until is not None and not callable(until):
+        raise ValueError(f"until={until!r}: give a function of a cache, logits and tokens")
+    if compare and isinstance(cache, Cache):
+        raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
+    ends = None
+    if stop_ids is not None:
+        last = params.config.vocab - 1
+        ends = numbers("stop_ids", stop_ids, f"token ids from 0 to {last}", whole=True, least=0, most=last)
+    given = cache if isinstance(cache, Cache) else composition(cache)
+    if draft is not None:
+        check(params, given)
+    return Asked(
+        cache=given,
+        new=count("max_new_tokens", max_new_tokens, "at least one: ask for a whole number of 1 or more", 1),
+        draws=draws,
+        seeds=seeds(seed),
+        stop=texts(stop, params),
+        stop_ids=None if ends is None else tuple(ends.reshape(-1).tolist()),
+        chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
+        n=count("n", n, "1 answer a prompt, or more", 1),
+        compare=bool(compare),
+        until=cast(Any, until),
+        draft=None if draft is None else drafter(draft, params),
+        store=stored(store),
+    )
+
+
+def fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
+    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
+    b = len(rows) * asked.n
+    heat, *_ = sampling.check(b, **asked.draws)
+    if asked.n > 1 and not heat.all():
+        raise ValueError(f"n={asked.n}: answers that are not drawn are all alike; give a temperature above 0, or n=1")
+    if asked.seeds.ndim and len(asked.seeds) != b:
+        raise ValueError(f"seed has {len(asked.seeds)} numbers for {b} rows: give one a row, or a single number")
+    if isinstance(asked.cache, CacheConfig):
+        check_length(asked.cache, params.config, max(map(len, rows)), asked.new)
+
+
+def model(params: Any) -> None:
+    """Raise TypeError for what is no model, RuntimeError in a process where none can run."""
+    fork_guard.check()
+    if not isinstance(params, Params):
+        raise TypeError(f"params is {short(params)}: give a model, as jkv.load makes it")
+
+
+def composition(cache: Any) -> CacheConfig:
+    """The config of a text, a config or None; TypeError for anything else."""
+    if cache is not None and not isinstance(cache, str | CacheConfig):
+        raise TypeError(f"cache is {short(cache)}: give a text such as 'snapkv(budget=512)', a CacheConfig, or None")
+    return methods.as_config(cache)
+
+
+def stored(store: Any) -> Store | Passages | None:
+    """A store, passages, or None; TypeError for anything else."""
+    if store is not None and not isinstance(store, Store | Passages):
+        raise TypeError(f"store is {short(store)}: give a jkv.Store, jkv.Passages, or None")
+    return store
+
+
+def texts(stop: Any, params: Params) -> tuple[str, ...]:
+    """Stop texts: one, or several.
+
+    >>> from jkv import models
+    >>> texts((), models.random(models.TINY))
+    ()
+    """
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, Sequence | set | frozenset) or not all(isinstance(s, str) and s for s in stop):
+        raise ValueError(f"stop={short(stop)}: give a text, or several, none of them empty")
+    if stop and params.tokenizer is None:
+        raise ValueError("stop texts need a tokenizer, and this model has none: use stop_ids")
+    check_unicode("stop", list(stop))
+    return tuple(stop)
+
+
+def seeds(seed: Any) -> np.ndarray:
+    """One seed, or one a row, of 32 bits."""
+    least, most = sampling.SEEDS
+    found = numbers("seed", seed, "a whole number of 64 bits, or one a row", whole=True, least=least, most=most)
+    return np.asarray(sampling.fold(found))

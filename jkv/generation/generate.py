@@ -1,0 +1,292 @@
+"""One generation: a prompt, blocks of tokens or drafts, and what is said of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.cache.cache import Cache, Decoding, tree_bytes
+from jkv.cache.disk_pages import told
+from jkv.cache.padding import bucket
+from jkv.core import sampling as draw
+from jkv.core.compilation import Cost
+from jkv.core.decode_loop import borders, run_block, run_blocks
+from jkv.core.sharding import over
+from jkv.generation import nan_check
+from jkv.generation.arguments import Asked, composition, fit
+from jkv.generation.receipt import (
+    Report,
+    check_compressed,
+    fidelity,
+    kept_tokens,
+    kernels_of,
+    kernels_off,
+    moved_bytes,
+    pages_asked,
+    prefill_kernel_of,
+    rate,
+    roomy_bytes,
+    tier_bits,
+)
+from jkv.generation.step import forks
+from jkv.generation.stop_strings import Transcript, cut
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.models.weights.linear import forms
+from jkv.prefix_cache.chunk_reuse import begins, kind
+from jkv.prompts.chunking import Chunks
+from jkv.prompts.prefill import extended, prefilled
+from jkv.prompts.tokenization import stop_ids_of
+from jkv.speculative.decoding import Drafting
+from jkv.speculative.proposer import Drafter
+from jkv.utils.validation import short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt.
+
+    A row's tokens end with its stop id, or with the token that completes a stop text. logits f32[B,V]: behind the
+    newest token of each row's cache. A row that a stop text or `until` ends goes on to the end of its block, so its
+    cache may have tokens behind the last one here: `cache.seen` counts them, and `cache.rollback` takes them away.
+    """
+
+    text: str | list[str]
+    tokens: list[int] | list[list[int]]
+    cache: Cache
+    logits: Array
+    report: Report
+
+
+class Generation:
+    """One generation: prefill at construction, then blocks, then the result."""
+
+    @told()
+    def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
+        fit(params, asked, rows)
+        self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
+        self.rows = [row for row in rows for _ in range(asked.n)]
+        self.store, before = asked.store, asked.store.reused if asked.store else 0
+        b = len(self.rows)
+        seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
+        ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
+        self.sampling = draw.make(b, params.config.vocab, seeds=seeds.tolist(), stop_ids=ids, **asked.draws)
+        penalized = bool((self.sampling.penalty != 1).any())
+        new, cache, compare = asked.new, asked.cache, asked.compare
+        self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
+        self.transcripts = [Transcript(params.tokenizer, self.stop) for _ in self.rows if self.stop]
+        self.room = -(-new // 64) * 64
+        if isinstance(cache, Cache):
+            self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
+            self.cache, logits, self.prefill_cost = extended(params, cache, rows, new)
+            self.chunks = Chunks(size=0, why="whole, after the cache given")
+        else:
+            config = cache
+            self.name, self.bounded, self.exactness = str(config), config.budget.bounded, config.exactness
+            left = params.config.context - max(map(len, self.rows))
+            if compare and config.unlimited and new > left:
+                raise ValueError(
+                    f"compare: the full cache would take {new - left} tokens more than the model's context of "
+                    f"{params.config.context}; leave it out, or shorten the prompt or the answer"
+                )
+            if compare or not config.unlimited:
+                self.room = min(self.room, left)
+            begin = partial(self._begin, penalized=penalized, compare=compare)
+            read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
+            self.cache, logits, self.prefill_cost, self.chunks = read
+        self.reused = None if self.store is None else self.store.reused - before
+        self.store_codec = self.store.codec.name if self.store is not None and self.reused else ""
+        if self.n > 1:
+            self.cache, logits = self.prefill_cost.run(forks, self.cache, logits, n=self.n)
+        self.params = replace(params, config=self.cache.model)
+        self.draft, self.drafting = asked.draft, None
+        if params.prefill_dtype is not None:
+            self.exactness += f"; the prompt's products in {params.prefill_dtype}"
+        if self.store_codec:
+            self.exactness += f"; what was stored rounded by {self.store_codec}"
+        self.predicted = self.cache.nbytes
+        self.state = self._start(
+            jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
+        )
+        self.cost = Cost(over=over(params))
+
+    def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
+        """What decodes begins to compile while the prompt is read: steps, then a flush if they come that far."""
+        logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
+        if self.n > 1:
+            cache, logits = jax.eval_shape(partial(forks, n=self.n), cache, logits)
+        state = self._start(cache, logits, penalized, compare)
+        for full in (False, True)[: 1 + (self.new > cache.room - cache.stay)]:
+            Cost().ahead(run_block, params, state, self.sampling, jnp.int32(self.new), full=full)
+
+    def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
+        b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
+        used = None
+        if penalized:
+            used = np.zeros((b, vocab), bool)
+            for i, row in enumerate(self.rows):
+                used[i, row] = True
+        return Decoding.start(cache, logits, room, None if used is None else jnp.asarray(used), traced=compare)
+
+    def first(self) -> list[list[int]]:
+        """The first token of each row where it is the largest logit, which needs no decode loop; else no token."""
+        if not self.sampling.greedy or self.state.used is not None:
+            return [[] for _ in self.rows]
+        return [[] if np.isnan(row).any() else [int(row.argmax())] for row in np.asarray(self.state.logits)]
+
+    def blocks(self) -> Iterator[list[list[int]]]:
+        """Tokens so far, row by row, after every block."""
+        with told():
+            yield from self._blocks()
+
+    def _blocks(self) -> Iterator[list[list[int]]]:
+        """The device runs one block ahead of the reader, unless what is read may end a row."""
+        if self.draft is not None:
+            yield from self._drafted(self.draft)
+            return
+        start = time.perf_counter()
+        unread: list[tuple[Array, Array]] = []
+        for done, full in borders(self.state, self.new):
+            self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(done), full=full)
+            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
+            if len(unread) == 1 and not (self.stop or self.until):
+                continue
+            out, alive = unread.pop(0)
+            tokens = self._tokens(out)
+            yield tokens
+            if not bool(alive.any()):
+                break
+            if self.stop or self.until:
+                self._end_rows(tokens)
+        for out, _ in unread:
+            yield self._tokens(out)
+        jax.block_until_ready(self.state.out)
+        self.cost.running = time.perf_counter() - start - self.cost.compiling
+
+    def _tokens(self, out: Array) -> list[list[int]]:
+        """The tokens of each row up to its end. ValueError for one whose logits are NaN."""
+        rows = [[int(t) for t in row if t != -1] for row in np.asarray(out)]
+        nan_check.check(self.params, rows)
+        return self._cut(rows)
+
+    def _cut(self, rows: list[list[int]]) -> list[list[int]]:
+        """All tokens so far, without those behind a stop text."""
+        if not self.stop:
+            return rows
+        return [text.cut(row) for text, row in zip(self.transcripts, rows, strict=True)]
+
+    def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
+        """The same with drafts, after every pass."""
+        start = time.perf_counter()
+        run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
+        run.watched, self.drafting = bool(self.stop or self.until), run
+        for tokens in map(self._cut, run.run(self.new)):
+            self.state = run.state
+            yield tokens
+            if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # where a block ends
+                self._end_rows(tokens)
+                run.state = self.state
+        self.cost.running = time.perf_counter() - start - self.cost.compiling
+
+    def _end_rows(self, tokens: list[list[int]]) -> None:
+        over = np.zeros(len(tokens), bool)
+        if self.stop:
+            over |= [text.over for text in self.transcripts]
+        if self.until:
+            ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
+            if ends.shape not in ((), over.shape):
+                raise ValueError(f"until gave {short(ends)} for {len(over)} rows: give one truth a row")
+            over |= ends.astype(bool)
+        self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
+
+    def result(self) -> Result:
+        state, tokens = self.state, self._tokens(self.state.out)
+        check_compressed(state.cache, self.bounded, self.name)
+        self._keep(tokens)
+        kl, divergence = self._fidelity(tokens)
+        hits, misses = pages_asked(state.cache)
+        prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
+        longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
+        if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
+            longest = bucket(max(map(len, self.rows))) + self.room
+        report = Report(
+            config=self.name,
+            exactness=self.exactness,
+            rows=len(self.rows),
+            tokens_prompt=prompt * self.n,
+            tokens_new=new,
+            tokens_kept=kept_tokens(state.cache),
+            dtype=str(state.cache.dtype),
+            bits=tier_bits(state.cache),
+            bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
+            bytes_bfloat16=roomy_bytes(state.cache, longest, jnp.bfloat16),
+            bytes_kept=state.cache.nbytes,
+            bytes_host=state.cache.on_host,
+            bytes_disk=state.cache.on_disk,
+            bytes_moved=moved_bytes(state.cache, ran=True),
+            pages_hit=hits,
+            pages_missed=misses,
+            bytes_states=tree_bytes(state.cache.states),
+            bytes_predicted=self.predicted,
+            bytes_temporary=self.cost.temporary,
+            chunk=self.chunks.size,
+            reading=self.chunks.why,
+            bytes_peak_prefill=self.prefill_cost.peak,
+            bytes_peak_decode=self.cost.peak,
+            bytes_weights=tree_bytes(self.params),
+            weights=forms(self.params),
+            prefill_s=self.prefill_cost.running,
+            decode_s=self.cost.running,
+            prefill_tokens_per_s=rate(prompt, len(self.prompts), self.prefill_cost.running),
+            decode_tokens_per_s=rate(new, len(tokens), self.cost.running),
+            compile_s=self.prefill_cost.compiling + self.cost.compiling,
+            kernels=kernels_of(state.cache),
+            prefill_kernel=prefill_kernel_of(state.cache),
+            kernels_off=kernels_off(state.cache),
+            kl=kl,
+            divergence=divergence,
+            tokens_stored=self.reused,
+            store_codec=self.store_codec,
+            **({} if self.drafting is None else self.drafting.counts),
+        )
+        text = [""] * len(tokens)
+        if self.params.tokenizer is not None:
+            text = [cut(self.params.tokenizer.decode(t, self.stop), self.stop) for t in tokens]
+        one = self.single
+        return Result(
+            text=text[0] if one else text,
+            tokens=tokens[0] if one else tokens,
+            cache=state.cache,
+            logits=state.logits,
+            report=report,
+        )
+
+    def _keep(self, tokens: list[list[int]]) -> None:
+        """The store has the answers too, if it takes them."""
+        if self.store is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
+            to = begins(self.store, self.params, self.given.bound(self.params))
+            for i, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
+                to.keep(self.state.cache, i, [*row, *new], Cost())
+
+    def _fidelity(self, tokens: list[list[int]]) -> tuple[float, int] | tuple[None, None]:
+        """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""
+        if self.state.trace is None:
+            return None, None
+        # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
+        forced = np.full(self.state.out.shape, -1, np.int32)
+        for row, drawn in zip(forced, tokens, strict=True):
+            row[: len(drawn)] = drawn
+        exact = replace(self.params, prefill_dtype=None)
+        cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.room, None)
+        cache, logits = forks(cache, logits, self.n)
+        state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.asarray(np.maximum(forced, 0)), traced=True)
+        cost, n = Cost(over=over(self.params)), self.new
+        full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace
+        return fidelity(full[:, :n], self.state.trace[:, :n], forced[:, :n])

@@ -1,0 +1,314 @@
+"""Receipts: what a cache held, what it cost, and how exact it was."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.attention.dense import prompt_kernel
+from jkv.attention.recent_window import window_kernel
+from jkv.attention.selection import staying
+from jkv.attention.tier_attention import reader_of
+from jkv.cache.cache import Cache, Tier, tree_bytes
+from jkv.cache.offload import is_far
+from jkv.kernels import Choice
+from jkv.methods import parse
+from jkv.prompts.allocation import layout
+
+ENOUGH = 32  # tokens of a row, before the seconds that they took tell a speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What one generation cost.
+
+    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the full cache with the same room, in the same
+    `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
+    changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
+    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them;
+    `bytes_weights` of the model, and what its matrices are kept as. chunk: prompt tokens read at a time (0: all), and
+    reading: why so many. prefill_s, decode_s: without compile_s; the tokens a second of both are None for less than 32
+    tokens of a row, which tell more of a program's first run than of its speed. tokens_kept: per layer and head, mean
+    over rows. bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers).
+    kernels_off: why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated
+    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
+    if not asked for. passes: of the model over the cache; drafted: tokens of a row that were verified beside each next
+    one, drafted_taken: those of them that came; draft_pauses: from which new token to which none was guessed, as no
+    guess would have paid; draft_failed: from which new token on the drafter was left out, as it failed, and its error;
+    tokens_alone: those that a pass drew and that no earlier one had, of the mean row, which would take as many did it
+    not wait for others; bytes_draft: of what the drafter held beside the cache; None without drafts. tokens_stored: of
+    the prompts, those that a store had; None without one; store_codec: what rounded them there, if anything.
+    bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to the device
+    in a step; pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and
+    that it waited for.
+    """
+
+    config: str
+    exactness: str
+    rows: int
+    tokens_prompt: int
+    tokens_new: int
+    tokens_kept: list[list[float]]
+    dtype: str
+    bits: tuple[float, float]
+    bytes_full: int
+    bytes_bfloat16: int
+    bytes_kept: int
+    bytes_states: int
+    bytes_predicted: int
+    bytes_temporary: int
+    chunk: int
+    reading: str
+    bytes_peak_prefill: int
+    bytes_peak_decode: int
+    bytes_weights: int
+    weights: str
+    prefill_s: float
+    decode_s: float
+    compile_s: float
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    kernels: str
+    prefill_kernel: str
+    kernels_off: str = ""
+    kl: float | None = None
+    divergence: int | None = None
+    passes: int | None = None
+    drafted: int | None = None
+    drafted_taken: int | None = None
+    tokens_alone: float | None = None
+    bytes_draft: int | None = None
+    draft_pauses: list[tuple[int, int]] | None = None
+    draft_failed: tuple[int, str] | None = None
+    tokens_stored: int | None = None
+    store_codec: str = ""
+    bytes_host: int = 0
+    bytes_disk: int = 0
+    bytes_moved: int = 0
+    pages_hit: int = 0
+    pages_missed: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the full cache in the same floats."""
+        return self.bytes_full / max(self.bytes_kept, 1)
+
+    @property
+    def ratio_bfloat16(self) -> float:
+        """How many times smaller than the full cache in bfloat16."""
+        return self.bytes_bfloat16 / max(self.bytes_kept, 1)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        tokens, beside = f"{seen:.0f} seen; no block attends", ""
+        if self.bytes_bfloat16 != self.bytes_full:
+            beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"
+        if self.tokens_kept:
+            tokens = f"{np.mean(self.tokens_kept):.0f} kept of {seen:.0f} seen, per layer and head"
+        lines = [
+            f"cache        {self.config}",
+            f"exactness    {self.exactness}",
+            f"bytes        {self.bytes_kept:,} kept of {self.bytes_full:,} full in {self.dtype}: "
+            f"{_times(self.ratio)}{beside}",
+            f"codes        {self.bits[0]:.3g} bits a number of keys, {self.bits[1]:.3g} of values, metadata included",
+            f"tokens       {tokens}",
+            f"speed        prefill {speed(self.prefill_tokens_per_s, 0)} tokens/s, decode "
+            f"{speed(self.decode_tokens_per_s, 1)} tokens/s, compiling {self.compile_s:.1f} s, "
+            f"kernels {self.kernels} (prefill {self.prefill_kernel})",
+            f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
+            f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",
+        ]
+        if self.chunk:
+            lines.append(f"prompt       {self.reading}")
+        if self.kernels_off:
+            lines.append(f"kernels off  {self.kernels_off}")
+        if self.bytes_states:
+            lines.insert(3, f"states       {self.bytes_states:,} of these bytes, whatever the length; not compressed")
+        if self.bytes_host or self.bytes_disk:
+            away, where = (self.bytes_disk, "disk") if self.bytes_disk else (self.bytes_host, "the host")
+            near = self.bytes_kept - self.bytes_host - self.bytes_disk
+            hits, every = self.pages_hit, self.pages_hit + self.pages_missed
+            asked = f", {hits:,} of {every:,} pages were there" if every else ""
+            lines.insert(
+                3,
+                f"placement    {away:,} of these bytes on {where}, {near:,} on the device; a step moves "
+                f"{self.bytes_moved:,} to it{asked}",
+            )
+        if self.kl is not None:
+            where = "none" if self.divergence == -1 else f"at token {self.divergence}"
+            lines.append(f"fidelity     KL {self.kl:.4f} nats to the full cache, first divergence {where}")
+        if self.passes is not None and self.drafted is not None:
+            each, pauses = self.tokens_new / self.rows / max(self.passes, 1), self.draft_pauses or []
+            lines.append(f"drafts       {each:.2f} tokens a pass, {self.drafted_taken} of {self.drafted} drafted taken")
+            if self.rows > 1:
+                lines[-1] += f"; rows that waited for none would take {self.tokens_alone:.2f} or more"
+            if pauses:
+                first = ", ".join(f"{a} to {b}" for a, b in pauses[:3]) + ", ..." * (len(pauses) > 3)
+                lines[-1] += f"; paused for {sum(b - a for a, b in pauses)} tokens: {first}"
+            if self.draft_failed is not None:
+                lines[-1] += f"; plain steps from token {self.draft_failed[0]} on: {self.draft_failed[1]}"
+        if self.tokens_stored is not None:
+            by = f", rounded by {self.store_codec}" if self.store_codec else ""
+            lines.append(f"store        {self.tokens_stored:,} of {self.tokens_prompt:,} prompt tokens were there{by}")
+        return "\n".join(lines)
+
+
+def rate(tokens: int, rows: int, seconds: float) -> float | None:
+    """Tokens a second of all rows; None where a row has too few of them to tell.
+
+    >>> rate(64, 2, 0.5), rate(62, 2, 0.5)
+    (128.0, None)
+    """
+    return tokens / max(seconds, 1e-9) if tokens >= ENOUGH * rows else None
+
+
+def speed(rate: float | None, digits: int) -> str:
+    """
+    >>> speed(1234.56, 1), speed(None, 1)
+    ('1,234.6', '-')
+    """
+    return "-" if rate is None else f"{rate:,.{digits}f}"
+
+
+def _times(ratio: float) -> str:
+    """
+    >>> _times(2), _times(0.25)
+    ('2.0x smaller', '4.0x larger')
+    """
+    return f"{ratio:.1f}x smaller" if ratio >= 1 else f"{1 / ratio:.1f}x larger"
+
+
+def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
+    """Bytes of a full cache of that float type for as many rows of `longest` tokens, and of as many generated ones."""
+    return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
+
+
+def full_bytes(cache: Cache) -> int:
+    """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
+    m = cache.model
+    token = m.layers * m.heads * m.cached * cache.dtype.itemsize
+    return int(cache.seen.sum()) * token + tree_bytes(cache.states)
+
+
+def kept_tokens(cache: Cache) -> list[list[float]]:
+    """Tokens per layer and head, mean over the rows."""
+    return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
+
+
+def kept_by_row(cache: Cache) -> np.ndarray:
+    """f[B]: tokens that each row holds, the mean over layers and heads; all that were seen where no block attends."""
+    return np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else np.asarray(cache.seen, float)
+
+
+def tier_bits(cache: Cache) -> tuple[float, float]:
+    """Bits of a number of the keys, and of the values, that lie in tiers, metadata included; 0 where there is none."""
+    tiers, m = [tier for layer in cache.layers for tier in layer.tiers], cache.model
+    slots = sum(tier.pos.shape[2] * (1 if tier.head is not None else m.heads) for tier in tiers) * cache.rows
+    held = [((tier.k, tier.taught[0]), (tier.v, tier.taught[1])) for tier in tiers]
+    sides = ([k for k, _ in held], m.head_dim), ([v for _, v in held], m.value_dim)
+    k, v = (round(8 * tree_bytes(codes) / max(slots * dim, 1), 4) for codes, dim in sides)
+    return k, v
+
+
+def moved_bytes(cache: Cache, ran: bool = False) -> int:
+    """Bytes that a decode step brings from the host, its memory or its disk: of each tier the pages it picks, or all.
+
+    ran: of what stays on the device, those that had to come, the mean of the steps of a cache that ran; else all.
+    """
+    total = 0
+    for layer, plan in zip(cache.layers, cache.plan, strict=True):
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True):
+            units = config.select.reads(tier.pos.shape[2]) if config.select else None
+            again = tier.k if config.stateful and staying(tier)[0] is None else None  # to tell what was paid to them
+            moved = sum(x.moved(units) for x in (tier.k, tier.v, again) if is_far(x))
+            hits, misses = _asked([tier]) if ran else (0, 0)
+            total += moved * misses // (hits + misses) if hits + misses else moved
+    return total
+
+
+def pages_asked(cache: Cache) -> tuple[int, int]:
+    """Of the pages that steps have read where some of those on the host stay on the device: hits, and misses."""
+    return _asked([tier for layer in cache.layers for tier in layer.tiers])
+
+
+def _asked(tiers: list[Tier]) -> tuple[int, int]:
+    every = [hot for tier in tiers for hot in staying(tier) if hot is not None]
+    return sum(int(x.hits.sum()) for x in every), sum(int(x.misses.sum()) for x in every)
+
+
+def kernels_of(cache: Cache) -> str:
+    """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
+    count = Counter(choice.name for choice in _readers(cache))
+    return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
+
+
+def prefill_kernel_of(cache: Cache) -> str:
+    """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
+    return _exact_reader(cache, prompt_kernel).name
+
+
+def kernels_off(cache: Cache) -> str:
+    """Why kernels of the platform do not run, each reason once; "" where they all do, or there are none."""
+    exact = (_exact_reader(cache, of) for of in (prompt_kernel, window_kernel))
+    return "; ".join(dict.fromkeys(x.why for x in (*exact, *_readers(cache)) if x.why))
+
+
+def _readers(cache: Cache) -> list[Choice]:
+    """Of each tier of each layer."""
+    groups, dim = cache.model.groups, cache.model.head_dim
+    return [
+        reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
+        for layer, plan in zip(cache.read, cache.plan, strict=True)
+        for tier, config in zip(layer.tiers, plan.tiers, strict=True)
+    ]
+
+
+def _exact_reader(cache: Cache, of: Callable[..., Choice]) -> Choice:
+    """Of a prompt's tokens, or of the recent windows, by the function that chooses it."""
+    if not cache.plan:
+        return Choice("xla")
+    m = cache.model
+    return of(cache.plan[0].kernels, cache.dtype, m.head_dim, m.value_dim, m.groups)
+
+
+def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
+    """Raise RuntimeError if a budget was asked for, was exceeded by the context, and nothing was left out."""
+    if not bounded or not cache.plan:
+        return
+    longest = int(cache.seen.max())
+    slack = cache.plan[0].block + cache.plan[0].unit - 1
+    least = min(plan.capacity for plan in cache.plan)
+    if longest > least + slack and int(cache.kept().min(axis=(0, 2)).max()) >= longest:
+        raise RuntimeError(
+            f"{config} should hold {least} tokens, but all {longest} are still there: nothing was evicted"
+        )
+
+
+@jax.jit
+def divergence(full: Array, own: Array) -> tuple[Array, Array]:
+    """KL(full || own) in nats and whether both prefer the same token, f32[B,N] and bool[B,N], of logits [B,N,V]."""
+    p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
+    return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
+
+
+def fidelity(full: Array, own: Array, tokens: np.ndarray) -> tuple[float, int]:
+    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N].
+
+    Tokens of -1 do not count; a divergence of -1: there is none.
+    """
+    kl, same = (np.asarray(x) for x in divergence(full, own))
+    live = tokens >= 0
+    other = ~same & live
+    first = np.where(other.any(1), other.argmax(1), tokens.shape[1]).min()
+    return float(kl[live].mean()), -1 if first == tokens.shape[1] else int(first)

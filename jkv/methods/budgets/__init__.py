@@ -1,0 +1,1 @@
+"""Budgets: how many tokens each layer and head may keep."""

@@ -1,0 +1,378 @@
+"""A size divided: among layers, alike for all texts or by a statistic of a prompt, or among the heads of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Size, between
+from jkv.methods.eviction import heads
+from jkv.protocols import Budget, Counts, Demand, Layer, LayerSize, Sizes
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig, Params
+
+
+def rounded(exact: Sequence[Fraction]) -> tuple[int, ...]:
+    """Whole numbers of the same whole sum: each rounded down, and one more for those that lose most, the first first.
+
+    >>> rounded([Fraction(5, 3), Fraction(4, 3), Fraction(2)])
+    (2, 1, 2)
+    """
+    out = [int(x) for x in exact]
+    by_rest = sorted(range(len(out)), key=lambda i: exact[i] - out[i], reverse=True)
+    for i in by_rest[: int(sum(exact)) - sum(out)]:
+        out[i] += 1
+    return tuple(out)
+
+
+def handed_on(parts: Sequence[int], total: int, most: int) -> tuple[int, ...]:
+    """Parts of `total`, none above `most`; what that leaves is spread evenly, the first get one more.
+
+    Where all have `most`, the rest is spread over all.
+
+    >>> handed_on((8, 2, 2), 12, 6), handed_on((4, 4), 9, 2)
+    ((6, 3, 3), (5, 4))
+    """
+    out, open_to = list(parts), list(range(len(parts)))
+    while over := total - sum(min(x, most) for x in out):
+        out = [min(x, most) for x in out]
+        open_to = [i for i, x in enumerate(out) if x < most]
+        if not open_to:
+            open_to, most = list(range(len(out))), total
+        for n, i in enumerate(open_to):
+            out[i] += over // len(open_to) + (n < over % len(open_to))
+    return tuple(out)
+
+
+def proportional(total: int, weights: Sequence[float], most: int) -> tuple[int, ...]:
+    """Parts of `total` in proportion to weights, none above `most`; `handed_on` says who gets what that leaves.
+
+    Source: CAKE (2503.12491), which clips once.
+
+    >>> proportional(12, [4, 1, 1], 6), proportional(8, [3, 1], 5)
+    ((6, 3, 3), (5, 3))
+    """
+    return handed_on([int(total * x / sum(weights)) for x in weights], total, most)
+
+
+@part
+class Division(Budget):
+    """A size divided among the layers: their mean is the size."""
+
+    size: Size
+
+    @property
+    def bounded(self) -> bool:
+        return self.size.bounded
+
+    def of(self, change: Callable[[Size], Any]) -> Budget:
+        return replace(self, size=change(self.size))
+
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return self.size.sizes(model, demand)
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        return self.size.limit(layer, counts, share)
+
+
+@part
+class Above(Division):
+    """A size in every layer from `layer` on (None: the upper half), and every token in those below it."""
+
+    layer: int | None
+
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        first = max(model.layers // 2, 1) if self.layer is None else self.layer
+        whole = (LayerSize(tokens=demand.longest, whole=(1, 1)),) * first
+        return Sizes(layers=(*whole, *super().sizes(model, demand).layers)[: model.layers])
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        whole, every = layer.size.whole
+        return jnp.full_like(counts.seen, layer.size.tokens) if whole == every else super().limit(layer, counts, share)
+
+
+@part
+class Fixed(Division):
+    """Divided alike for all texts."""
+
+    def shares(self, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
+        """Tokens of each layer, of so many on average; each can hold `most`; `top`: of the longest row."""
+        raise NotImplementedError  # its own in every such division
+
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return self.size.divided_by(lambda *n: _shares(self, *n, model.layers), model, demand.longest)
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        mean = super().limit(layer, counts, share)
+        return between(layer.size.points, mean) if layer.size.points else mean
+
+
+@lru_cache(1024)
+def _shares(budget: Fixed, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
+    return budget.shares(tokens, most, top, layers)
+
+
+def pyramid(mean: int, layers: int, beta: int, group: int = 1, most: int | None = None) -> tuple[int, ...]:
+    """Tokens per layer, falling by equal steps, that sum to layers * mean exactly (largest remainder).
+
+    low = group mean // beta, high = 2 mean - low; every `group` layers are one step. No layer gets more than `most`:
+    high = most then, and low = 2 mean - most, so the upper layers get what the lower ones cannot fill. Sources:
+    PyramidKV (2406.02069) and WindowKV (2503.17922), which round down each step and so overspend, and whose code is
+    even where a text is shorter than 2 mean; the shape is the same, the sum is not.
+
+    >>> pyramid(120, 32, 20)[0], pyramid(120, 32, 20)[-1], sum(pyramid(120, 32, 20)) == 32 * 120
+    (234, 6, True)
+    >>> pyramid(40, 3, 20), pyramid(40, 3, 20, most=60), pyramid(40, 3, 20, most=30)
+    ((78, 40, 2), (60, 40, 20), (40, 40, 40))
+    """
+    most = 2 * mean if most is None else max(most, mean)
+    high = min(2 * mean - mean * group // beta, most)
+    low, steps = 2 * mean - high, max(-(-layers // group) - 1, 1)
+    exact = [high - Fraction((high - low) * (i // group), steps) for i in range(layers)]
+    exact = [x * mean * layers / sum(exact) for x in exact]  # the last group may be smaller
+    return handed_on(rounded(exact), mean * layers, most)
+
+
+@part
+class Pyramid(Fixed):
+    """A size on average, more in the lower layers; `window` tokens are the observation window of every layer.
+
+    `group` neighbouring layers get the same, but for the last token. What a cache is too short to fill in the lower
+    layers, the upper ones get.
+    """
+
+    window: int
+    beta: int = 20
+    group: int = 1
+
+    def shares(self, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
+        if tokens <= self.window:
+            return (tokens,) * layers
+        free = pyramid(tokens - self.window, layers, self.beta, self.group, most - self.window)
+        return tuple(self.window + n for n in free)
+
+
+def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step: int = 1) -> tuple[int, ...]:
+    """Tokens per layer that sum to tokens * layers: `least`, and of the others a share by weight; `most` at most.
+
+    Shares are rounded to steps of `step` tokens; what that leaves or lacks goes step by step to or from the heaviest
+    layers that may take it, and what is less than a step to the heaviest. Source: CompressKV (2508.02401), whose step
+    is a token.
+
+    >>> weighted(64, [0.75, 0.25], least=32, most=192), weighted(64, [1.0, 0.0, 0.0], least=32, most=100)
+    ((80, 48), (100, 46, 46))
+    >>> weighted(64, [0.75, 0.25], least=32, most=192, step=12)
+    (84, 44)
+    """
+    free, rest = divmod((tokens - least) * len(weights), step)
+    top = (most - least) // step
+    out = [min(round(w / sum(weights) * free), top) for w in weights]
+    heavy = sorted(range(len(weights)), key=lambda i: -weights[i])
+    while gap := free - sum(out):
+        one = 1 if gap > 0 else -1
+        able = [i for i in heavy if 0 <= out[i] + one <= top]
+        if not able:
+            break  # all have the most whole steps
+        for i in able[: abs(gap)]:
+            out[i] += one
+    sizes = [least + step * n for n in out]
+    sizes[next((i for i in heavy if sizes[i] + rest <= most), heavy[0])] += rest
+    return handed_on(sizes, tokens * len(weights), most)
+
+
+@part
+class Weighted(Fixed):
+    """A size on average, more in layers that need more: `weighted` with `least` and most = 3 times the size.
+
+    weights of the layers, as a folder of `method` has them; None: the folder that comes with jkv for the model; until
+    it is known, layers are equal. least: tokens of every layer, or None: 32, or half of a size that is below 64, and
+    more than `window`. steps: how many there are in the size, 0: each is a token. Layers of one size share their
+    programs: a coarse step spares the compiler.
+    """
+
+    method: str
+    window: int = 0
+    least: int | None = None
+    steps: int = 0
+    weights: tuple[float, ...] | None = None
+
+    def from_folder(self, folder: str) -> Weighted:
+        arrays, _ = trained_weights.read(folder, self.method)
+        found = arrays.get("layers", np.zeros(0))
+        if found.ndim != 1 or not (found >= 0).all() or not found.sum() > 0:
+            raise trained_weights.unlike(folder, arrays, self.method)
+        return replace(self, weights=tuple(found.astype(float).tolist()))
+
+    def bound(self, params: Params) -> Weighted:
+        return self if self.weights else self.from_folder(trained_weights.shipped(self.method, params, str))
+
+    def shares(self, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
+        least = min(32, max(top // 2, 1)) if self.least is None else self.least
+        least, most = max(least, self.window + 1), min(3 * tokens, most)
+        if not least < tokens < most:
+            return (tokens,) * layers
+        step = max(top // self.steps, 1) if self.steps else 1
+        return weighted(tokens, self.weights or (1.0,) * layers, least, most, step)
+
+
+@part
+class Measured(Division):
+    """Divided by a statistic of the layers of a prompt; `window` tokens are every layer's.
+
+    Slots come in steps of `step` tokens, or None: a quarter of the size, so that few prompts need programs of their
+    own.
+    """
+
+    window: int
+    step: int | None = None
+
+    statistic = "layer"
+
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        return super().sizes(model, demand) if demand.statistic is None else self.divided(demand, demand.statistic)
+
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        """What each layer gets for its statistic, and i[L,B], of each row."""
+        raise NotImplementedError  # its own in every such division
+
+    def slots(self, tokens: int, longest: int) -> int:
+        """So many, in whole steps."""
+        step = max(self.size.count(longest) // 4, 1) if self.step is None else self.step
+        return -(-tokens // step) * step
+
+
+@part
+class Proportional(Measured):
+    """A size on average, divided among the layers for each row in proportion to their statistic.
+
+    A layer has slots for the most that a row gets, and for what a fraction grows by after the prompt, which is the
+    same in every layer. Source: CAKE (2503.12491).
+    """
+
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """i[L,B]: tokens of each layer beyond its window, of prompts of these lengths, for its statistic f[L,B]."""
+        rows, out = np.maximum(statistic, 1e-30).T.tolist(), []
+        for row, n in zip(rows, lengths, strict=True):
+            total = max(self.size.count(n) - self.window, 0) * len(row)
+            out.append(proportional(total, row, max(n - self.window, 1)))
+        return np.array(out).T
+
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        shares, longest = self.shares(statistic, demand.lengths), demand.longest
+        later = np.array([self.size.count(longest) - self.size.count(n) for n in demand.lengths])
+        most = (shares + later).max(1) + self.window
+        return Sizes(layers=tuple(LayerSize(tokens=self.slots(int(n), longest)) for n in most), rows=shares)
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        now, then = (self.size.limit(layer, replace(counts, seen=n), None) for n in (counts.seen, counts.prompt))
+        return (0 if share is None else share) + self.window + now - then
+
+
+@part
+class Won(Proportional):
+    """A size on average; all tokens of a prompt compete, and a layer gets the places of the best that are its own.
+
+    The statistic is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's places are divided
+    by its heads; if the prompt has fewer tokens than there are places, the others are spread evenly. Source: Make
+    Each Token Count (2605.09649).
+
+    >>> from jkv.methods.budgets.sizes import Tokens
+    >>> ranks = np.array([[-1.0, -2.0, -3.0], [-0.1, -0.2, -0.3]])[:, None, None]
+    >>> Won(size=Tokens(tokens=2), window=0).shares(ranks, [3]).tolist()
+    [[1], [3]]
+    """
+
+    statistic = "ranks"
+
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        layers, rows, heads, _ = statistic.shape
+        out = []
+        for ranks, n in zip(statistic.swapaxes(0, 1).reshape(rows, layers, -1), lengths, strict=True):
+            total = max(self.size.count(n) - self.window, 0) * layers * heads
+            best = np.argsort(-ranks, axis=None, kind="stable")[: min(total, int((ranks > -np.inf).sum()))]
+            won = np.bincount(best // ranks.shape[1], minlength=layers)
+            spare = Fraction(total - len(best), layers)
+            out.append(rounded([(int(x) + spare) / heads for x in won]))
+        return np.array(out).T
+
+
+@part
+class Inside(Measured):
+    """The same size in every layer, or all; by its statistic, the best of them are in its first tier, row by row.
+
+    Of a size, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else a tokens. A first
+    tier has slots for the most of all rows, the next for what the least of them leaves, in steps. Sources: ARKV; ZipVL
+    (2410.08584).
+
+    >>> from jkv.methods.budgets.sizes import Tokens
+    >>> Inside(size=Tokens(tokens=410), window=10).shares(np.array([[1.0], [2.0], [4.0]]), [1000]).tolist()
+    [[100], [200], [400]]
+    """
+
+    def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """i[L,B]: tokens of each layer's first tier, of prompts of these lengths, for its statistic f[L,B]."""
+        old = np.maximum(np.array(lengths) - self.window, 0)
+        if self.bounded:
+            free = np.maximum([self.size.count(n) - self.window for n in lengths], 0)
+            old = np.minimum(old, free)
+            statistic = statistic / np.maximum(statistic.max(0), 1e-30) * free
+        return np.minimum(np.round(statistic).astype(int), old)
+
+    def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
+        shares, longest = self.shares(statistic, demand.lengths), demand.longest
+        step, whole = self.slots(1, longest), self.size.capacity(longest)
+        most, least = (x(1).tolist() for x in (shares.max, shares.min))
+        first = [(max(self.slots(a, longest), step), b // step * step) for a, b in zip(most, least, strict=True)]
+        return Sizes(layers=tuple(LayerSize(tokens=whole, first=x) for x in first), rows=shares)
+
+
+@part
+class Split(Budget):
+    """Some kv heads of a layer hold every token; each of the others `first` tokens and `local`, or a `share` if more.
+
+    The number is the mean over a layer's heads, rounded up. whole: how many heads of each layer hold everything, or
+    None: those that come with jkv for the model. The share is of what a row has seen. Source: RazorAttention
+    (2407.15891).
+    """
+
+    local: int
+    share: float
+    first: int
+    induction: float
+    echo: float
+    whole: tuple[int, ...] | None = None
+
+    def from_folder(self, folder: str) -> Split:
+        keep, _ = heads.retrieval(folder, self.induction, self.echo)
+        return replace(self, whole=tuple(keep.sum(1).tolist()))
+
+    def bound(self, params: Params) -> Split:
+        return (
+            self if self.whole else self.from_folder(trained_weights.shipped(heads.SPLIT, params, str, how="calibrate"))
+        )
+
+    def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
+        longest, every, sizes = demand.longest, model.heads, []
+        few = min(max(self.local, ceil(self.share * longest)) + self.first, longest)
+        for whole in self.whole or (0,) * model.layers:
+            tokens = -(-(whole * longest + (every - whole) * few) // every)
+            sizes.append(LayerSize(tokens=tokens, whole=(whole, every)))
+        return Sizes(layers=tuple(sizes))
+
+    def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
+        whole, every = layer.size.whole
+        seen = counts.seen
+        local = jnp.floor(self.share * seen.astype(jnp.float32)).astype(jnp.int32)
+        few = jnp.minimum(jnp.maximum(local, self.local) + self.first, seen)
+        return jnp.minimum(-(-(whole * seen + (every - whole) * few) // every), layer.size.tokens)

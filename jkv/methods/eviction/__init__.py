@@ -1,0 +1,1 @@
+"""Eviction scores: which tokens stay."""

@@ -1,0 +1,228 @@
+"""Scores by weights that their authors publish (KVzap, Fast KVzip, DuoAttention)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.scipy.special import logsumexp
+
+from jkv.arrays.pytree import leaf, part, value
+from jkv.io import author_weights, trained_weights
+from jkv.methods.eviction.trained_gates import Trained
+from jkv.models import linear
+from jkv.models.llama import rms
+from jkv.protocols import Born, Columns, Evidence, Score
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig, Params
+
+GATE_EPS = 1e-6  # of the norms in a gate, whatever the model's
+
+
+def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple[int, ...]) -> ValueError:
+    """The error for weights of other sizes than the model's."""
+    return ValueError(
+        f"{name}: the weights are of {list(found)}, and this {model.family} model is of {list(own)}: give those that "
+        "were published for it"
+    )
+
+
+@value
+class Linear:
+    """out x + offset of a block's normed input, for each kv head.
+
+    out f[L,H,E], offset f[L,H]; in a layer's own score without L.
+    """
+
+    out: Array
+    offset: Array
+
+    axes: ClassVar = dict(out="LHE", offset="LH")
+
+    @property
+    def width(self) -> int:
+        """Numbers of the input."""
+        return self.out.shape[-1]
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]."""
+        return (linear(self.out, x.astype(jnp.float32)) + self.offset[None, None]).transpose(0, 2, 1)
+
+
+@value
+class Surrogate:
+    """out gelu(into x + bias) + offset of a block's normed input, for each kv head.
+
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]; in a layer's own score without L.
+    """
+
+    into: Array
+    bias: Array
+    out: Array
+    offset: Array
+
+    axes: ClassVar = dict(into="LWE", bias="LW", out="LHW", offset="LH")
+
+    @property
+    def width(self) -> int:
+        """Numbers of the input."""
+        return self.into.shape[-1]
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T] of x f[B,T,E]."""
+        hidden = jax.nn.gelu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None], approximate=False)
+        return (linear(self.out, hidden) + self.offset[None, None]).transpose(0, 2, 1)
+
+
+@part
+class Repeated(Trained):
+    """rank = log of the most attention that a repetition of the text would pay a token, as a surrogate model foresees.
+
+    Of what the surrogate was trained to foresee: KVzap's authors (2601.07891) weigh attention by what a value adds.
+    """
+
+    methods, column, kinds = ("kvzap",), "repeated", (Surrogate, Linear)
+
+    def of(self, folder: str) -> Repeated:
+        """This score with the weights of a folder: of `jkv train kvzap`, or as `io.published.kvzap` reads it."""
+        if (Path(folder).expanduser() / trained_weights.CARD).exists():
+            return trained_weights.trained(folder, self)
+        arrays = {name: jnp.asarray(x) for name, x in author_weights.kvzap(folder).items()}
+        return replace(self, gate=(Surrogate if "into" in arrays else Linear)(**arrays))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        if self.gate is not None:
+            found, own = (self.gate.out.shape[0], self.gate.width), (model.heads, model.width)
+            if found != own:
+                raise of_another("kvzap (kv heads, width)", found, model, own)
+        return self
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns[self.column]
+
+
+@value
+class SinkGate:
+    """mean over G of 1 / (1 + sum over s of exp((sink_s . q_g - k . q_g) / sqrt(D) - shift_g)), for each kv head.
+
+    q = rms(query x + offset) and k = rms(key x), each channel times its scale, of a block's normed input x. query
+    f[L,H,G,D,E], offset f[L,H,G,D], key f[L,H,D,E], query_scale and key_scale f[L,D], sinks f[L,H,S,D], shift f[L,H,G];
+    in a layer's own score without L.
+    """
+
+    query: Array
+    offset: Array
+    key: Array
+    query_scale: Array
+    key_scale: Array
+    sinks: Array
+    shift: Array
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Kv heads, queries of each, and numbers of the input, of a layer's."""
+        h, g = self.shift.shape[-2:]
+        return h, g, self.key.shape[-1]
+
+    def __call__(self, x: Array) -> Array:
+        """f32[B,H,T], from 0 to 1, of x f[B,T,E]."""
+        x = x.astype(jnp.float32)
+        q = rms(self.query_scale, linear(self.query, x) + self.offset[None, None], GATE_EPS)
+        k = rms(self.key_scale, linear(self.key, x), GATE_EPS)
+        own = jnp.einsum("bthd,bthgd->bhgt", k, q)
+        sinks = jnp.einsum("hsd,bthgd->bhgts", self.sinks, q)
+        root = self.sinks.shape[-1] ** 0.5
+        return jax.nn.sigmoid(own / root + self.shift[None, :, :, None] - logsumexp(sinks / root, -1)).mean(2)
+
+
+@part
+class Distilled(Score):
+    """rank = the share of attention that KVzip's repetition would pay a token at most, as a gate foresees it.
+
+    gate: of `io.published.fastkvzip`, or None: there is none yet. Source: Fast KVzip (2601.17668).
+    """
+
+    gate: SinkGate | None = leaf(default=None)
+
+    def bound(self, params: Params) -> Distilled:
+        self.known  # noqa: B018 - or its error
+        return self
+
+    @property
+    def known(self) -> SinkGate:
+        """Its gate; ValueError with what to give, where there is none."""
+        if self.gate is None:
+            raise ValueError(
+                "fastkvzip knows no gate yet: give gate='FILE.safetensors', made of one that its authors publish "
+                "(docs/training.md says how)"
+            )
+        return self.gate
+
+    def of(self, file: str) -> Distilled:
+        """This score with the gate in a file of its authors."""
+        return Distilled(gate=SinkGate(**{name: jnp.asarray(x) for name, x in author_weights.fastkvzip(file).items()}))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        own = model.heads, model.groups, model.width
+        if self.gate is not None and self.gate.sizes != own:
+            raise of_another("fastkvzip (kv heads, queries of each, width)", self.gate.sizes, model, own)
+        return self
+
+    def birth(self, new: Born) -> Columns:
+        return {"foreseen": self.known(new.x)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["foreseen"]
+
+
+@part
+class Whole(Score):
+    """Some heads keep everything, the others the newest: rank = +inf, or the position.
+
+    heads f32[L,H]: 1 for a head that keeps everything; None: it has none yet. Source: DuoAttention (2410.10819).
+    """
+
+    heads: Array | None = leaf(default=None)
+
+    def bound(self, params: Params) -> Whole:
+        self.known  # noqa: B018 - or its error
+        return self
+
+    @property
+    def known(self) -> Array:
+        """Its heads; ValueError with what to give, where there are none."""
+        if self.heads is None:
+            raise ValueError("duoattention knows no heads yet: give heads='FOLDER', one of its authors' attn_patterns")
+        return self.heads
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        if self.heads is not None and self.heads.shape != (model.heads,):
+            raise of_another("duoattention (kv heads)", self.heads.shape, model, (model.heads,))
+        return self
+
+    def rank(self, ev: Evidence) -> Array:
+        return jnp.where(self.known[None, :, None] > 0, jnp.inf, ev.pos.astype(jnp.float32))
+
+
+def retrieval(scores: np.ndarray, share: float) -> np.ndarray:
+    """bool[L,H]: the heads that keep everything, all but round(share L H) of those that need it least.
+
+    >>> retrieval(np.array([[0.9, 0.1], [0.4, 0.2]]), 0.5).tolist()
+    [[True, False], [True, False]]
+    """
+    out = np.ones(scores.size, bool)
+    out[np.argsort(scores, axis=None, kind="stable")[: round(share * scores.size)]] = False
+    return out.reshape(scores.shape)
+
+
+def read_heads(folder: str, share: float) -> tuple[Any, tuple[int, ...], int, int]:
+    """`Whole`, how many heads of each layer keep everything, sinks and newest tokens, of a published folder."""
+    scores, sinks, recent = author_weights.duoattention(folder)
+    whole = retrieval(scores, share)
+    return Whole(heads=jnp.asarray(whole, jnp.float32)), tuple(whole.sum(1).tolist()), sinks, recent

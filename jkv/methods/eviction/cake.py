@@ -1,0 +1,85 @@
+"""The spread of the attention of a window of queries: over tokens, and from query to query (CAKE)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.protocols import Evidence, Needs, Score
+
+
+@part
+class Dispersed(Score):
+    """Tokens that the last n = `queries` queries look at, and some more than others: m_j + gamma v_j, averaged over G.
+
+    m_j = sum_i p[i,j] / n and v_j = sum_i (p[i,j] - m_j)^2 / (n - 1). A layer asks for E^(1/a) V^(1/b), (a, b) its
+    `tempers`: E = -sum p log(p + 1e-10) and V = sum v_j over its query heads and the tokens before the window. Source:
+    CAKE (2503.12491).
+    """
+
+    queries: int = 32
+    gamma: float = 200.0
+    tempers: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.queries)
+
+    def moments(self, ev: Evidence) -> tuple[Array, Array]:
+        """m and v, f32[B,H,G,S]."""
+        assert ev.kept is not None
+        groups, n = ev.kept.q.shape[2], (ev.kept.pos >= 0).sum(1).astype(jnp.float32)[:, None, None, None]
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
+            return tuple(x.sum(3)[:, :, i] for x in (p, p * p) for i in range(groups))
+
+        sums = ev.fold(step, ev.kept)
+        first, second = (jnp.stack(x, 2) for x in (sums[:groups], sums[groups:]))
+        mean = first / jnp.maximum(n, 1)
+        return mean, jnp.maximum(second - first * mean, 0) / jnp.maximum(n - 1, 1)
+
+    def rank(self, ev: Evidence) -> Array:
+        mean, variance = self.moments(ev)
+        return (mean + self.gamma * variance).mean(2)
+
+    def statistic(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        window = (ev.seen - self.queries)[:, None, None]
+
+        def entropy(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            p = jnp.where((pos < window)[:, :, None, None], p, 0)
+            return -(p * jnp.log(p + 1e-10)).sum(-1)
+
+        spread = ev.over_keys(entropy, ev.kept).sum((1, 2, 3))
+        old = (ev.live & (ev.pos < window))[:, :, None]
+        shift = jnp.where(old, self.moments(ev)[1], 0).sum((1, 2, 3))
+        return spread ** (1 / self.tempers[0]) * shift ** (1 / self.tempers[1])
+
+
+@part
+class Tailed(Dispersed):
+    """As Dispersed; a layer asks for E^(1/a) V^(1/b) K^(1/c), (a, b) its `tempers` and c its `tail`: that of ARKV.
+
+    K = sum of m4 / max(m2, 1e-8)^2 over the same heads and tokens, m2 and m4 the moments of p[i,j] about m_j.
+    """
+
+    gamma: float = 263.81
+    tempers: tuple[float, float] = (7.774, 5.407)
+    tail: float = 5.528
+
+    def statistic(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        groups, mean = ev.kept.q.shape[2], self.moments(ev)[0]
+
+        def step(p: Array, q_pos: Array, pos: Array, index: Array) -> tuple[Array, ...]:
+            off = p - jnp.take(mean, index, axis=-1)[:, :, :, None]
+            off = jnp.where((q_pos >= 0)[:, None, None, :, None], off, 0)
+            return tuple((off**n).sum(3)[:, :, i] for n in (2, 4) for i in range(groups))
+
+        n = jnp.maximum((ev.kept.pos >= 0).sum(1), 1).astype(jnp.float32)[:, None, None, None]
+        sums = ev.fold(step, ev.kept)
+        m2, m4 = (jnp.stack(x, 2) / n for x in (sums[:groups], sums[groups:]))
+        old = (ev.live & (ev.pos < (ev.seen - self.queries)[:, None, None]))[:, :, None]
+        tails = jnp.where(old, m4 / jnp.square(jnp.maximum(m2, 1e-8)), 0).sum((1, 2, 3))
+        return super().statistic(ev) * tails ** (1 / self.tail)

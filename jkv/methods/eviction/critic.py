@@ -1,0 +1,267 @@
+"""Scores beside received attention: entropy, gradient, sums of scores (CRITIC), and a score for each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take_along
+from jkv.arrays.pytree import leaf, part
+from jkv.attention.mask import visible
+from jkv.cache.cache import MERGED
+from jkv.methods.eviction.keys import norms
+from jkv.methods.eviction.position import Wrapper, across
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig, Params
+
+
+@part
+class Entropy(Score):
+    """How widely a token looked: the mean over all heads of -sum_j p[i,j] log p[i,j] of its own row, once for all.
+
+    Source: CRITIC (2504.01281).
+    """
+
+    needs = Needs(new=True)
+
+    def birth(self, new: Born) -> Columns:
+        return {"entropy": jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        assert ev.new is not None
+        asked = ev.new.pos
+        rows = ev.over_keys(lambda p, *_: -(p * jnp.log(jnp.maximum(p, 1e-30))).sum(-1), ev.new).mean((1, 2))
+        by_age = jnp.argsort(asked < 0, axis=1, stable=True)  # rows that paused leave gaps
+        first = jnp.where(asked >= 0, asked, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+        at = ev.window.pos - first
+        own = take_along(rows, take_along(by_age, jnp.clip(at, 0, asked.shape[1] - 1), 1), 1)
+        old = ev.columns["entropy"]
+        now = jnp.where((at >= 0)[:, None], own[:, None], old[:, :, ev.slots :])
+        return {**ev.columns, "entropy": jnp.concatenate([old[:, :, : ev.slots], now], -1)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["entropy"]
+
+
+@part
+class Gradient(Score):
+    """How much a key and value move the newest output away from the one before it.
+
+    For the loss mean((o - o')^2) of the last two queries' outputs, g = 2 (o - o') / Dv: sum_d |dL/dv_j| = p_j |g|_1 and
+    sum_d |dL/dk_j| = p_j |g . (v_j - o)| |q|_1 scale, summed over G; o' is held fixed. Source: CRITIC (2504.01281).
+    """
+
+    needs = Needs(queries=2)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        q, pos = ev.kept.q, ev.kept.pos
+        b, h, g, n, d = q.shape
+        q = jnp.where((pos >= 0)[:, None, None, :, None], q.astype(jnp.float32), 0)
+        see = (visible(pos, ev.pos, ev.plan.window) & (pos >= 0)[:, None, :, None])[:, :, None]
+        logits = ev.dot(q.reshape(b, h, g * n, d)).reshape(b, h, g, n, -1) * ev.scale
+        p = jnp.where(see, jnp.exp(jnp.where(see, logits - ev.kept.lse[..., None], -jnp.inf)), 0)
+        out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, -1)
+        both = (pos >= 0).all(1)[:, None, None, None]
+        new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
+        slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
+        away = jnp.where(see, ev.dot(slope, of="v") - (slope * new).sum(-1, keepdims=True), 0)
+        size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * float(ev.scale)
+        return (p * (jnp.abs(slope).sum(-1, keepdims=True) + jnp.abs(away) * size)).sum(2)
+
+
+@part
+class Normalised(Wrapper):
+    """The score moved and scaled to [0, 1] over the live tokens; 0 where all are equal."""
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        own = jnp.isfinite(rank)
+        live = ev.live[:, : rank.shape[1]] & own
+        low = jnp.where(live, rank, jnp.inf).min(-1, keepdims=True)
+        high = jnp.where(live, rank, -jnp.inf).max(-1, keepdims=True)
+        moved = (jnp.where(own, rank, 0) - jnp.where(high > low, low, 0)) / jnp.maximum(high - low, 1e-30)
+        return jnp.where(own, jnp.where(high > low, moved, 0), rank)
+
+
+@part
+class Even(Wrapper):
+    """The score over its mean: 1 on average over the live tokens."""
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        live = ev.live[:, : rank.shape[1]] & jnp.isfinite(rank)
+        count = jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
+        mean = jnp.where(live, rank, 0).sum(-1, keepdims=True) / count
+        return rank / jnp.maximum(mean, 1e-30)
+
+
+@part
+class Remembered(Wrapper):
+    """The score, and for a merge the rank of each token and the length of its key: columns `worth` and `k_norm`."""
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new) | {"worth": jnp.zeros(new.k.shape[:3], jnp.float32), "k_norm": norms(new.k)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        ev = replace(ev, columns={**ev.columns, **self.score.observe(ev)})
+        return {**ev.columns, "worth": jnp.broadcast_to(self.score.rank(ev), ev.pos.shape)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns["worth"][:, :1] if self.uniform else ev.columns["worth"]
+
+
+class Several(Score):
+    """A score made of several: each sees its own columns, under its place's name, and the queries that it asks for.
+
+    They choose one set of tokens for all kv heads if one of them does.
+    """
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        """The scores, in order."""
+        raise NotImplementedError  # its own in every one
+
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        """The same, made of these."""
+        raise NotImplementedError  # its own in every one
+
+    @property
+    def needs(self) -> Needs:
+        return reduce(or_, (s.needs for s in self.parts))
+
+    @property
+    def uniform(self) -> bool:
+        return any(s.uniform for s in self.parts)
+
+    def bound(self, params: Params) -> Score:
+        return self.having(tuple(s.bound(params) for s in self.parts))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        return self.having(tuple(s.for_layer(model, layer) for s in self.parts))
+
+    def birth(self, new: Born) -> Columns:
+        return self.joined(s.birth(new) for s in self.parts)
+
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        """The earliest."""
+        ends = [s.expires(named(columns, i), pos, slots) for i, s in enumerate(self.parts)]
+        return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns | self.joined(s.observe(own) for s, own in self.views(ev))
+
+    def views(self, ev: Evidence) -> list[tuple[Score, Evidence]]:
+        """Each score, and what it may see."""
+        return [(s, seen_by(s, ev, i)) for i, s in enumerate(self.parts)]
+
+    @staticmethod
+    def joined(columns: Iterable[Columns]) -> Columns:
+        """The columns of each, under its place's name."""
+        return {f"{i}.{name}": x for i, own in enumerate(columns) for name, x in own.items()}
+
+
+def named(columns: Columns, place: int) -> Columns:
+    """Those of the score in that place, as it knows them.
+
+    >>> named({"0.mass": 1, "1.0.mass": 2}, 1)
+    {'0.mass': 2}
+    """
+    mark = f"{place}."
+    return {name.removeprefix(mark): x for name, x in columns.items() if name.startswith(mark)}
+
+
+def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
+    """What one of several scores may see: its columns, here and in the lower layer, and as many queries as it asked
+    for."""
+
+    def own(x: Any) -> Any:
+        return replace(x, columns=named(x.columns, place))
+
+    lower = ev.lower and replace(ev.lower, recent=own(ev.lower.recent), tiers=tuple(map(own, ev.lower.tiers)))
+    kept = ev.kept.newest(score.needs.queries) if ev.kept is not None and score.needs.queries else None
+    return replace(own(ev), window=own(ev.window), tiers=tuple(map(own, ev.tiers)), kept=kept, lower=lower)
+
+
+@part
+class Counted(Wrapper):
+    """The score, and how many tokens were merged into each: the column `merged`, of which attention takes notice.
+
+    An entry of n tokens in all has the logit q . k scale + log n, as n equal keys have together.
+    """
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new) | {MERGED: jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def observe(self, ev: Evidence) -> Columns:
+        return ev.columns | self.score.observe(ev)
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+
+@part
+class Plus(Several):
+    """A weighted sum of scores, and of what layers ask; what one protects is protected, what one lets go leaves."""
+
+    scores: tuple[Score, ...] = leaf()
+    weights: tuple[float, ...]
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        return self.scores
+
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        return replace(self, scores=parts)
+
+    def statistic(self, ev: Evidence) -> Array:
+        return self._sum([s.statistic(own) for s, own in self.views(ev)])
+
+    def rank(self, ev: Evidence) -> Array:
+        ranks = [s.rank(own) for s, own in self.views(ev)]
+        return self._sum([across(x) if self.uniform else x for x in ranks])
+
+    def _sum(self, terms: list[Array]) -> Array:
+        total = reduce(
+            jnp.add, [w * jnp.where(jnp.isfinite(x), x, 0) for w, x in zip(self.weights, terms, strict=True)]
+        )
+        total = jnp.where(reduce(or_, [x == jnp.inf for x in terms]), jnp.inf, total)
+        return jnp.where(reduce(or_, [x == -jnp.inf for x in terms]), -jnp.inf, total)
+
+
+@part
+class ByPhase(Several):
+    """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries.
+
+    once: the first is for the first prompt alone, and the `path` for all that follows it.
+    """
+
+    score: Score = leaf()
+    path: Score = leaf()
+    once: bool = False
+
+    def over(self, ev: Evidence) -> bool:
+        """Whether `path` is asked."""
+        return bool(ev.tiers) if self.once else ev.generating
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        return self.score, self.path
+
+    def having(self, parts: tuple[Score, ...]) -> Score:
+        return replace(self, score=parts[0], path=parts[1])
+
+    def statistic(self, ev: Evidence) -> Array:
+        return self.score.statistic(seen_by(self.score, ev, 0))
+
+    def rank(self, ev: Evidence) -> Array:
+        score, own = self.views(ev)[self.over(ev)]
+        return across(score.rank(own)) if self.uniform else score.rank(own)

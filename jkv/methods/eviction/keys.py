@@ -1,0 +1,131 @@
+"""Scores of the keys and values themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
+
+if TYPE_CHECKING:
+    from jkv.models.rope import Rope
+
+
+def norms(x: Array) -> Array:
+    """f32[...]: length of the last axis."""
+    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
+
+
+@part
+class KeyNorm(Score):
+    """Short keys draw attention: rank = -|k|. Rotation does not change a norm. Source: 2406.11430."""
+
+    def birth(self, new: Born) -> Columns:
+        return {"k_norm": norms(new.k)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return -ev.columns["k_norm"]
+
+
+@part
+class KeyOutlier(Score):
+    """Keys unlike the rest stay: rank = -cos(k, a), a = mean of the unit keys of all live tokens.
+
+    Keys are the rotated ones. Source: KeyDiff (2504.15364).
+    """
+
+    def birth(self, new: Born) -> Columns:
+        return {"k_norm": norms(new.k)}
+
+    def rank(self, ev: Evidence) -> Array:
+        inverse = 1 / jnp.maximum(ev.columns["k_norm"], 1e-12)
+        anchor = ev.mix(jnp.where(ev.live, inverse, 0)[:, :, None], "k")  # cosine does not see the count
+        anchor = anchor / jnp.maximum(norms(anchor), 1e-12)[..., None]
+        return -ev.dot(anchor)[:, :, 0] * inverse
+
+
+@part
+class UnitOutlier(Score):
+    """Units of neighbours for which their mean stands least: rank = -cos(k, mean) of the worst key, of all kv heads.
+
+    Units are cut from the oldest token behind the sinks; what a tier holds already stays. Source: ShadowKV
+    (2410.21465), where each kv head has units of its own.
+    """
+
+    unit: int = 8
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        fixed = ev.slots + ev.plan.sinks
+        k = ev.window.k[:, :, ev.plan.sinks :].astype(jnp.float32)
+        b, h, n, d = k.shape
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, -n % self.unit), (0, 0)))
+        k = k.reshape(b, h, -1, self.unit, d)
+        mean = k.mean(3, keepdims=True)
+        cosine = (k * mean).sum(-1) / jnp.maximum(norms(k) * norms(mean), 1e-30)
+        new = jnp.repeat(-cosine.min((1, 3)), self.unit, 1)[:, None, :n]
+        return jnp.concatenate([jnp.full((b, 1, fixed), jnp.inf), new], 2)
+
+
+@part
+class Expected(Score):
+    """Attention that future queries are expected to pay, times the length of the value.
+
+    z_j = mu . k_j / sqrt(D) + k_j' S k_j / 2D, mu and S the mean and covariance of un-rotated queries turned to the
+    mean rotation of the next `future` positions; score = mean over G of softmax_j(z) times |v_j|. A prompt's
+    statistics are of all its queries after the first `sinks`; while generating, of the last `queries`. Source:
+    ExpectedAttention, as re-implemented in the field's reference library.
+    """
+
+    future: int = 512
+    sinks: int = 4
+    queries: int = 64
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.queries, prompt=True, chunks="none")
+
+    def birth(self, new: Born) -> Columns:
+        return {"v_norm": norms(new.v)}
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        asked = ev.kept if ev.new is None or ev.new.pos.shape[1] <= ev.kept.pos.shape[1] else ev.new
+        b, h, g, n, d = asked.q.shape
+        use = (asked.pos >= self.sinks).astype(jnp.float32)
+        count = jnp.maximum(use.sum(-1), 1)[:, None, None, None]
+        q = jnp.where((asked.pos >= 0)[:, None, None, :, None], asked.q.astype(jnp.float32), 0)
+        q = ev.rope.rotate(q, asked.pos[:, None, None], inverse=True)
+        mu = jnp.einsum("bhgnd,bn->bhgd", q, use) / count
+        off = (q - mu[..., None, :]) * use[:, None, None, :, None]
+        cov = jnp.einsum("bhgnd,bhgne->bhgde", off, off) / count[..., None]
+        # k' R S R' k = |A' R' k|^2 with S = A A': rotate the D columns of A as if they were queries
+        values, vectors = jnp.linalg.eigh(cov)
+        root = jnp.swapaxes(vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :], -1, -2)
+        turn = turning(ev.rope, ev.seen, range(self.future))
+        ask = jnp.concatenate([turn(mu[..., None, :]), turn(root)], -2).reshape(b, h, g * (1 + d), d)
+        dots = ev.dot(ask).reshape(b, h, g, 1 + d, -1)
+        scale = float(ev.scale)  # without its cap, if it has one: the mean of exp of capped logits has no closed form
+        z = dots[..., 0, :] * scale + jnp.square(dots[..., 1:, :]).sum(-2) * scale**2 / 2
+        ranked = (ev.live & (ev.pos >= self.sinks))[:, :, None]
+        z = jnp.where(ranked, z, -jnp.inf)
+        p = jnp.exp(z - jnp.maximum(z.max(-1, keepdims=True), -1e30))
+        p = p / jnp.maximum(p.sum(-1, keepdims=True), 1e-37)
+        return p.mean(2) * ev.columns["v_norm"]
+
+
+def turning(rope: Rope, seen: Array, offsets: Sequence[int]) -> Callable[[Array], Array]:
+    """A function of x f32[B,H,G,N,D]: the mean of its rotations to positions seen + offset, of seen i32[B]."""
+    cos, sin = (t[:, None, None, None] for t in rope.ahead(seen - 1, [1 + n for n in offsets]))  # the last has a table
+    half = len(rope.inv_freq)
+
+    def turn(x: Array) -> Array:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    return turn

@@ -1,0 +1,162 @@
+"""Scores of position, and the wrappers that work on any score."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take_along
+from jkv.arrays.pytree import leaf, part
+from jkv.protocols import Born, Columns, Evidence, Needs, Score
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig, Params
+
+
+@part
+class Newest(Score):
+    """The newest stay: rank = position."""
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.pos[:, :1].astype(jnp.float32)
+
+
+@part
+class Oldest(Score):
+    """The oldest stay, and the newest `newest` of those that are there: rank = -position. What was just given stays."""
+
+    newest: int = 25
+
+    uniform = True
+
+    def rank(self, ev: Evidence) -> Array:
+        pos = ev.pos[:, :1]
+        first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
+        if ev.tiers and not ev.generating:
+            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
+            first = jnp.minimum(first, oldest[:, None, None])
+        return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
+
+
+def given(new: Born) -> Columns:
+    """The column `given`: 1 for what was given, in whatever turn, 0 for what was generated."""
+    return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
+
+
+@part
+class Wrapper(Score):
+    """A score made of another one: all that this declares and does is its own, but for the rank.
+
+    A wrapper that mixes the ranks of several tokens leaves out those that are protected or leave.
+    """
+
+    score: Score = leaf()
+
+    @property
+    def needs(self) -> Needs:
+        return self.score.needs
+
+    @property
+    def uniform(self) -> bool:
+        return self.score.uniform
+
+    def bound(self, params: Params) -> Score:
+        return replace(self, score=self.score.bound(params))
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Score:
+        return replace(self, score=self.score.for_layer(model, layer))
+
+    def statistic(self, ev: Evidence) -> Array:
+        return self.score.statistic(ev)
+
+    def birth(self, new: Born) -> Columns:
+        return self.score.birth(new)
+
+    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
+        return self.score.expires(columns, pos, slots)
+
+    def observe(self, ev: Evidence) -> Columns:
+        return self.score.observe(ev)
+
+
+def across(rank: Array) -> Array:
+    """f32[B,1,S]: the mean over heads f32[B,H,S]; one head that protects protects, and what all let go leaves.
+
+    >>> across(jnp.array([[[1.0, 1.0, -jnp.inf]], [[3.0, jnp.inf, -jnp.inf]]]).reshape(1, 2, 3)).tolist()
+    [[[2.0, inf, -inf]]]
+    """
+    if rank.shape[1] == 1:
+        return rank
+    finite = jnp.isfinite(rank)
+    count = jnp.maximum(finite.sum(1, keepdims=True), 1).astype(jnp.float32)
+    mean = jnp.where(finite, rank, 0).sum(1, keepdims=True) / count
+    mean = jnp.where((rank == -jnp.inf).all(1, keepdims=True), -jnp.inf, mean)
+    return jnp.where((rank == jnp.inf).any(1, keepdims=True), jnp.inf, mean)
+
+
+@part
+class Protect(Wrapper):
+    """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
+
+    The newest are `newest` tokens, at a prompt of less than `short` tokens at most a `portion` of the text, and a
+    `share` of what the row may hold, in all no more than it may hold; `prompt`: nor are tokens that were given, in
+    this turn or an earlier one, which the column `given` tells.
+    """
+
+    sinks: int = 0
+    newest: int = 0
+    portion: float = 1.0
+    short: int = 0
+    share: float = 0.0
+    prompt: bool = False
+
+    def birth(self, new: Born) -> Columns:
+        if not self.prompt:
+            return self.score.birth(new)
+        return self.score.birth(new) | given(new)
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        pos = ev.pos[:, : rank.shape[1]]
+        newest, whole = jnp.full_like(ev.seen, self.newest), ev.limit + ev.plan.exact
+        if self.short:
+            few = jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32)
+            newest = jnp.where(ev.prompt < self.short, jnp.minimum(newest, few), newest)
+        if self.share:
+            newest = newest + jnp.floor(self.share * whole.astype(jnp.float32)).astype(jnp.int32)
+        first = ev.seen - jnp.minimum(newest, whole - self.sinks)
+        safe = (pos < self.sinks) | (pos >= first[:, None, None])
+        if self.prompt:
+            safe = safe | (ev.columns["given"][:, : rank.shape[1]] > 0)
+        return jnp.where(safe, jnp.inf, rank)
+
+
+@part
+class Pool(Wrapper):
+    """Neighbours in time share their ranks: a sliding mean or maximum of odd width over the tokens that may go.
+
+    The mean divides by `width` at the borders too, as the reference implementations do. Source: SnapKV (2404.14469).
+    """
+
+    width: int = 5
+    kind: str = "avg"
+
+    def rank(self, ev: Evidence) -> Array:
+        rank = self.score.rank(ev)
+        heads = rank.shape[1]
+        order = ev.chronological(heads)
+        may_go = (ev.may_go & ev.live)[:, :heads] & jnp.isfinite(rank)
+        empty = 0.0 if self.kind == "avg" else -jnp.inf
+        x = take_along(jnp.where(may_go, rank, empty), order, -1)
+        half, n = self.width // 2, x.shape[-1]
+        padded = jnp.pad(x, ((0, 0), (0, 0), (half, half)), constant_values=empty)
+        shifted = jnp.stack([padded[..., i : i + n] for i in range(self.width)])
+        pooled = shifted.sum(0) / self.width if self.kind == "avg" else shifted.max(0)
+        back = jnp.argsort(order, -1)
+        return jnp.where(may_go, take_along(pooled, back, -1), rank)

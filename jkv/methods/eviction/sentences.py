@@ -1,0 +1,67 @@
+"""Where the sentences of a text begin, beside any score."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import leaf, part
+from jkv.methods.eviction.position import Wrapper
+from jkv.protocols import Born, Columns, Evidence
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+START, ENDS = "sentence", "ends"  # columns: the position of the first token of its sentence; 1 for the last one
+MARKS = re.compile(r"""\s*(?:[.!?…。！？]+["'”’)\]」』]*|\n\s*\n)\s*""")
+
+
+@part
+class Sentences(Wrapper):
+    """The score; a token knows the first one of its sentence, by the column `sentence`.
+
+    A sentence ends with a token of `ends` bool[L,V], after `longest` tokens, and where a flush ends. A model without a
+    tokenizer has no such tokens. Source: SentenceKV (2504.00970), where ends alone count.
+    """
+
+    longest: int = 64
+    ends: Array | None = leaf(default=None)
+
+    def bound(self, params: Params) -> Self:
+        own = replace(self, score=self.score.bound(params))
+        if params.tokenizer is None:
+            return own
+        table = jnp.asarray(ending(params.tokenizer, params.config.vocab))
+        return replace(own, ends=jnp.broadcast_to(table, (params.config.layers, *table.shape)))
+
+    def birth(self, new: Born) -> Columns:
+        shape = new.k.shape[:3]
+        ends = jnp.zeros(new.ids.shape, bool) if self.ends is None else self.ends[new.ids]
+        own = {START: jnp.zeros(shape), ENDS: jnp.broadcast_to(ends[:, None].astype(jnp.float32), shape)}
+        return self.score.birth(new) | own
+
+    def observe(self, ev: Evidence) -> Columns:
+        columns = ev.columns | self.score.observe(ev)
+        pos, ends = ev.window.pos[:, None].astype(jnp.float32), columns[ENDS][:, :, ev.slots :]
+        after_gap = (pos[:, :, 1:] != pos[:, :, :-1] + 1) | (ends[:, :, :-1] > 0)
+        begins = jnp.pad(after_gap, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+        start = jax.lax.cummax(jnp.where(begins, pos, -1), 2)
+        start += (pos - start) // self.longest * self.longest
+        return columns | {START: jnp.concatenate([columns[START][:, :, : ev.slots], start], 2)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+
+@lru_cache(4)
+def ending(tokenizer: Any, vocab: int) -> np.ndarray:
+    """bool[vocab]: tokens whose whole text is marks that end a sentence, or a blank line."""
+    known = min(tokenizer.vocab_size, vocab)
+    return np.array([i < known and bool(MARKS.fullmatch(tokenizer.decode([i]))) for i in range(vocab)])

@@ -1,0 +1,77 @@
+"""What a token is worth: to a question that looks it up, and to the lines that come next."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part, value
+from jkv.methods.eviction.author_gates import Surrogate
+from jkv.methods.eviction.trained_gates import Gate, Trained
+from jkv.protocols import Born, Columns, Evidence
+
+
+@value
+class Twofold:
+    """A `Surrogate` that foresees who is looked up, a `Gate` that says how fast the rest fades, and its level.
+
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H] of the first; the same of the second, with another W; level
+    f[L,H], in nats; in a layer's own score without L.
+    """
+
+    into: Array
+    bias: Array
+    out: Array
+    offset: Array
+    fade_into: Array
+    fade_bias: Array
+    fade_out: Array
+    fade_offset: Array
+    level: Array
+
+    axes: ClassVar = dict(
+        into="LWE",
+        bias="LW",
+        out="LHW",
+        offset="LH",
+        fade_into="LVE",
+        fade_bias="LV",
+        fade_out="LHV",
+        fade_offset="LH",
+        level="LH",
+    )
+
+    @property
+    def foreseen(self) -> Surrogate:
+        return Surrogate(into=self.into, bias=self.bias, out=self.out, offset=self.offset)
+
+    @property
+    def fading(self) -> Gate:
+        return Gate(into=self.fade_into, bias=self.fade_bias, out=self.fade_out, offset=self.fade_offset)
+
+    def worth(self, foreseen: Array, log_beta: Array, age: Array) -> Array:
+        """log(exp(foreseen) + exp(level) beta^age) f32[B,H,T] of one layer, of f32[B,H,T] and ages f32[B,1 or H,T]."""
+        return jnp.logaddexp(foreseen, self.level[None, :, None] + age * log_beta)
+
+
+def joined(foreseen: Surrogate, fading: Gate) -> Twofold:
+    """Both, with a level of 0."""
+    faded = {f"fade_{name}": x for name, x in vars(fading).items()}
+    return Twofold(**vars(foreseen), **faded, level=jnp.zeros_like(foreseen.offset))
+
+
+@part
+class Utility(Trained):
+    """rank = log(exp(r) + exp(level) beta^age), in nats: r does not fade, and at age = seen + 1 - pos beta has."""
+
+    methods, kinds = ("utility",), (Twofold,)
+
+    def birth(self, new: Born) -> Columns:
+        gate = self.weights
+        return {"foreseen": gate.foreseen(new.x), "log_beta": gate.fading(new.x)}
+
+    def rank(self, ev: Evidence) -> Array:
+        age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
+        return self.weights.worth(ev.columns["foreseen"], ev.columns["log_beta"], age)

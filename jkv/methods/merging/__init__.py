@@ -1,0 +1,1 @@
+"""Merging: where evicted tokens go instead of being dropped."""

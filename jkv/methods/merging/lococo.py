@@ -1,0 +1,129 @@
+"""A merge that was trained: entries become mixtures of all that are not kept as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take_along
+from jkv.arrays.pytree import leaf, part, value
+from jkv.io import trained_weights
+from jkv.protocols import Entries, Evidence, Merge
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+    from jkv.protocols import Lost
+
+
+@value
+class Blend:
+    """Weights of m mixtures of n entries, in order of position: w = (1 - share) e + share softmax(relu(conv [k; v])).
+
+    e: each mixture's own entry; the convolution runs over the entries, w sums to 1 over them.
+    conv f[L,width,2D,m], bias f[L,m], share f[L]; in a layer's own without L, for all of its kv heads.
+    """
+
+    conv: Array
+    bias: Array
+    share: Array
+
+    axes: ClassVar = dict(conv="LWIM", bias="LM", share="L")
+
+    def __call__(self, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
+        """k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D] that lie as `places` says."""
+        k, v = (jnp.where(places.there[..., None], x, 0) for x in (k, v))  # a dead slot may hold anything
+        flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+        w = self.weights(flat(k), flat(v), flat(places.there), flat(places.own))
+        w = w.reshape(*k.shape[:2], *w.shape[1:])
+        return jnp.einsum("bhmn,bhnd->bhmd", w, k), jnp.einsum("bhmn,bhnd->bhmd", w, v)
+
+    def weights(self, k: Array, v: Array, there: Array, own: Array) -> Array:
+        """w f32[N,m,n] of k, v f[N,n,D], 0 where not bool[N,n]; own i32[N,m]: where in n a mixture's own entry is."""
+        x = jnp.concatenate([k, v], -1).astype(jnp.float32)
+        logits = jax.lax.conv_general_dilated(
+            x, self.conv, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), preferred_element_type=jnp.float32
+        )
+        logits = jax.nn.relu(logits + self.bias[None, None]).transpose(0, 2, 1)
+        p = jax.nn.softmax(jnp.where(there[:, None], logits, -jnp.inf), -1)
+        e = own[..., None] == jnp.arange(k.shape[1])[None, None]
+        return (1 - self.share) * e.astype(jnp.float32) + self.share * p
+
+
+@value
+class Places:
+    """Where the entries lie of which mixtures are made: order i32[B,H,n] in S, by position; there bool[B,H,n]: which
+    of them are any; own i32[B,H,m]: where in n each mixture's own entry is, n for none."""
+
+    order: Array
+    there: Array
+    own: Array
+
+    def index(self, total: int) -> Array:
+        """i32[B,H,m]: the mixtures' own entries in S = `total`, S for none."""
+        n = self.order.shape[2]
+        return jnp.where(self.own < n, take_along(self.order, jnp.minimum(self.own, n - 1)), total)
+
+
+def arranged(looked: Array, pos: Array, stays: Array, leaves: Array, m: int, n: int) -> Places:
+    """Of entries of S: the m least looked at of those that stay, and all n or fewer that leave or are among these.
+
+    looked f32[B,H,S], pos i32[B,H,S]; stays, leaves bool[B,H,S].
+    """
+    _, own = jax.lax.top_k(jnp.where(stays, -looked, -jnp.inf), m)
+    mine = jnp.put_along_axis(jnp.zeros(stays.shape, bool), own, True, -1, inplace=False) & stays
+    mixed = mine | leaves
+    # In order of position, so that a channel of the convolution means the same at every flush.
+    order = jnp.argsort(jnp.where(mixed, pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)[..., :n]
+    there = take_along(mixed, order)
+    place = jnp.where(there & take_along(mine, order), jnp.arange(n)[None, None], n)
+    return Places(order=order, there=there, own=jnp.sort(place, -1)[..., :m])
+
+
+def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
+    """Weights that were not trained yet: mixtures are half their own entry and half the mean of all, nearly.
+
+    >>> from jkv import models
+    >>> start(models.read_config(models.TINY), 4, 5, jax.random.key(0)).conv.shape
+    (2, 5, 16, 4)
+    """
+    layers, inputs = model.layers, model.head_dim + model.value_dim
+    return Blend(
+        conv=jax.random.normal(key, (layers, width, inputs, mixtures)) / (width * inputs) ** 0.5,
+        bias=jnp.zeros((layers, mixtures)),
+        share=jnp.full((layers,), 0.5),
+    )
+
+
+@part
+class Mixtures(trained_weights.Bearer, Merge):
+    """Of the tokens that stay, those of lowest rank become mixtures of themselves and of all that leave.
+
+    Their entries keep their own positions, and may be mixed again; rotated keys are mixed as they are. Ranks by the
+    column `looked`, as the score `Latest` keeps it. gate: the weights, which say how many mixtures there are, or
+    None: those that come with jkv for the model; models: fingerprints of that model. Source: LoCoCo (2406.05317).
+    """
+
+    gate: Blend | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    changes = "all"
+    methods, kinds = ("lococo",), (Blend,)
+
+    @property
+    def count(self) -> int:
+        """Of mixtures; 0 before there are weights."""
+        return 0 if self.gate is None else self.gate.bias.shape[-1]
+
+    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+        """Nothing changes in a row and head that loses nothing."""
+        gate = self.weights
+        total = ev.pos.shape[2]
+        m = min(self.count, total)
+        n = max(total - max(ev.plan.capacity - ev.plan.exact - m, 0), 1)  # so many when the slots are full
+        stays, leaves = (x & ev.live & ev.may_go for x in (kept, ~kept))
+        places = arranged(ev.columns["looked"], ev.pos, stays, leaves, m, n)
+        index = jnp.where((lost.index < total).any(-1, keepdims=True), places.index(total), total)
+        return index, *gate(*entries.read(places.order), places)

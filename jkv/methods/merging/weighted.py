@@ -1,0 +1,199 @@
+"""What the evicted leave behind: a share in a survivor, or part of a mixture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import put, take, take_along
+from jkv.arrays.pytree import part
+from jkv.cache.cache import MERGED
+from jkv.methods.eviction.salience import pivots, runs, unsorted
+from jkv.protocols import Columns, Entries, Evidence, Merge
+
+if TYPE_CHECKING:
+    from jkv.protocols import Lost
+
+
+class Shares(Merge):
+    """Shares of the evicted in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
+
+    A newcomer takes shares before it is encoded; a stored slot only if its codecs are exact. Of a score that is
+    `Counted`, a survivor counts as many tokens as went into it.
+    """
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
+        raise NotImplementedError  # its own in every one
+
+    def worth(self, ev: Evidence) -> Array:
+        """f32[B,H,S]: what each token counts, beside its survivor's: as many as went into it."""
+        return stands_for(ev)
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors',
+        over the squared lengths of these, and what they are worth over what these are.
+
+        run i32[m] rises; those of one survivor have one number.
+        """
+        raise NotImplementedError  # its own in every one
+
+    def key(self, mixed: Array, own: Array) -> Array:
+        """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
+        return mixed
+
+    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+        """Temporaries are of the size of `lost`."""
+        survivor, worth = self._taking(ev, kept, lost, entries), self.worth(ev)
+        worth = take(worth, lost.index) / jnp.maximum(take(worth, survivor), 1e-30)
+        merged = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=ev.pos.shape[2])))
+        return merged(survivor, worth, lost.k, lost.v, *entries.read(survivor))
+
+    def _taking(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Array:
+        """i32[B,H,m]: the survivors that take the shares of what is lost, -1 none."""
+        survivor = take(self.survivor(ev, kept), lost.index)
+        return jnp.where((lost.index < ev.pos.shape[2]) & entries.open(survivor), survivor, -1)
+
+    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
+        if MERGED not in ev.columns:
+            return ev.columns
+        survivor, total = self._taking(ev, kept, lost, entries), ev.pos.shape[2]
+        more = jnp.where(survivor >= 0, take(stands_for(ev), lost.index), 0)
+        add = jax.vmap(jax.vmap(lambda x, at, n: x.at[at].add(n, mode="drop")))
+        at = jnp.where(survivor >= 0, survivor, total)
+        return {**ev.columns, MERGED: add(ev.columns[MERGED], at, more)}
+
+
+def stands_for(ev: Evidence) -> Array:
+    """f32[B,H,S]: tokens that each entry stands for, itself among them."""
+    return 1 + jnp.where(ev.live, ev.columns[MERGED], 0) if MERGED in ev.columns else jnp.ones(ev.pos.shape)
+
+
+@part
+class Runs(Shares):
+    """The evicted members of a run go into its kept pivot with Gaussian weights: a reconstruction of KVMerger.
+
+    g_i = exp(-d_i^2 / (2 sigma^2)), d_i = |k_i - k_p| / |k_p|, g_p = 1, weights g / sum g, for keys and values; sigma =
+    `width` times sum g / (sqrt(2) |S|) over the run S, of the g that sigma = 1 / sqrt(2) gives. The paper's distances
+    are of keys as they are, whose length is a model's own affair. Rotated keys are mixed as they are. Runs are those of
+    the score `Pivots` with the same settings. Source: KVMerger (2407.08454).
+    """
+
+    width: float = 1.0
+    sinks: int = 4
+    threshold: float | None = None
+    alone: float = 0.5
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        order, run, goes = runs(ev, self.sinks, self.threshold, self.alone)
+        stays = take_along(kept, order, -1)
+        weight = take_along(ev.columns["mass"], order, -1)
+        best = take_along(pivots(weight, run, goes & stays), run, -1)
+        n = run.shape[-1]
+        target = take_along(order, jnp.minimum(best, n - 1), -1)
+        return unsorted(order, jnp.where(goes & ~stays & (best < n), target, -1))
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        n, there = distance.shape[0], (worth > 0).astype(jnp.float32)
+        total, count = (1 + jax.ops.segment_sum(x, run, n) for x in (jnp.exp(-distance) * there, there))
+        variance = (self.width * total / count)[run] ** 2 / 2
+        return worth * jnp.exp(-distance / jnp.maximum(2 * variance, 1e-30))
+
+    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
+        """A run's members take the similarity of its first one: that of its border with the run before."""
+        order, run, _ = runs(ev, self.sinks, self.threshold, self.alone)
+        similar = take_along(ev.columns["similar"], order, -1)
+        opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
+        first = jax.lax.cummax(jnp.where(opens, jnp.arange(run.shape[-1])[None, None], 0), axis=2)
+        similar = unsorted(order, take_along(similar, first, -1))
+        return {**super().remember(ev, kept, lost, entries), "similar": similar}
+
+
+@part
+class Nearest(Shares):
+    """What the first prompt loses goes into the kept token nearest in position, the older of two: each becomes the mean
+    of all.
+
+    The first `sinks` tokens take none, and nothing that comes later is merged. Rotated keys are mixed as they are.
+    Source: Elastic Cache (2407.18121).
+    """
+
+    sinks: int = 4
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        if ev.tiers:
+            return jnp.full(ev.pos.shape, -1, jnp.int32)
+        order = ev.chronological()
+        takes = kept & ev.may_go & (ev.pos >= self.sinks)
+        pos, takes = (take_along(x, order, -1) for x in (ev.pos, takes))
+        index, n = jnp.broadcast_to(jnp.arange(pos.shape[-1]), pos.shape), pos.shape[-1]
+        before = jax.lax.cummax(jnp.where(takes, index, -1), axis=2)
+        after = jax.lax.cummin(jnp.where(takes, index, n), axis=2, reverse=True)
+        at = lambda i: take_along(pos, jnp.clip(i, 0, n - 1), -1)  # noqa: E731
+        older = (before >= 0) & ((after == n) | (pos - at(before) <= at(after) - pos))
+        best = jnp.where(older, before, after)
+        target = take_along(order, jnp.clip(best, 0, n - 1), -1)
+        return unsorted(order, jnp.where((best >= 0) & (best < n), target, -1))
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        return worth
+
+
+@part
+class ZeroClass(Shares):
+    """Of the evicted, the `candidates` of highest rank go to the kept token whose key is most like theirs; or nowhere.
+
+    Nowhere, the zero class, is as like as `threshold`: cosine of rotated keys. Shares are by worth, the rank at the
+    flush; a survivor's key turns and keeps its length. Tokens of the recent window take no shares. Reads the columns
+    `worth` and `k_norm`, as the score `Remembered` keeps them. Source: EMS (2412.08521), a reconstruction.
+    """
+
+    candidates: int = 64
+    threshold: float = 0.6
+
+    def survivor(self, ev: Evidence, kept: Array) -> Array:
+        total = ev.pos.shape[2]
+        most = min(self.candidates, ev.plan.block if ev.generating else total)
+        rank, index = jax.lax.top_k(jnp.where(ev.live & ~kept, self.worth(ev), -jnp.inf), most)
+        mine = (index[..., None] == jnp.arange(total)[None, None, None]).astype(jnp.float32)
+        lengths = jnp.where(ev.live, ev.columns["k_norm"], 1)
+        alike = ev.dot(ev.mix(mine, "k")) / jnp.maximum(lengths[:, :, None] * take(lengths, index)[..., None], 1e-30)
+        alike = jnp.where((kept & ev.may_go)[:, :, None], alike, -jnp.inf)
+        goes = (alike.max(-1) > self.threshold) & (rank > -jnp.inf)
+        return put(jnp.full(ev.pos.shape, -1), index, jnp.where(goes, alike.argmax(-1), -1))
+
+    def worth(self, ev: Evidence) -> Array:
+        return ev.columns["worth"]
+
+    def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
+        return worth
+
+    def key(self, mixed: Array, own: Array) -> Array:
+        length = lambda x: jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))  # noqa: E731
+        return mixed * length(own) / jnp.maximum(length(mixed), 1e-30)
+
+
+def shares(merge: Shares, survivor: Array, worth: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
+    """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
+
+    survivor i32[m] (-1 none) of m evicted tokens k, v [m,D], each worth f32[m] times its survivor; into_k, into_v
+    [m,D] are those survivors. Sums over segments of the evicted, sorted by survivor; nothing has the size of a tier.
+    """
+    m = survivor.shape[0]
+    s = jnp.where(survivor >= 0, survivor, none)
+    order = jnp.argsort(s, stable=True)
+    s = s[order]
+    ok = (s < none)[:, None]
+    k, v, into_k, into_v = (jnp.where(ok, x[order].astype(jnp.float32), 0) for x in (k, v, into_k, into_v))
+    run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), s[1:] != s[:-1]]).astype(jnp.int32))
+    worth = jnp.where(ok[:, 0], worth[order], 0)
+    away, length = (jnp.square(x).sum(-1) for x in (k - into_k, into_k))
+    g = jnp.where(ok[:, 0], merge.weigh(away / jnp.maximum(length, 1e-30), run, worth), 0)
+    first = jnp.minimum(jax.ops.segment_min(jnp.arange(m), run, m), m - 1)
+    total = 1 + jax.ops.segment_sum(g, run, m)[:, None]
+    merged = [(p[first] + jax.ops.segment_sum(g[:, None] * x, run, m)) / total for x, p in ((k, into_k), (v, into_v))]
+    used = jnp.arange(m) <= run[-1]
+    return jnp.where(used, s[first], none), merge.key(merged[0], into_k[first]), merged[1]

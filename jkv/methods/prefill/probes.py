@@ -1,0 +1,159 @@
+"""Probes: texts that are read after a prompt, for what their queries look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.methods.compatibility import alone
+from jkv.methods.eviction.attention import mass, most
+from jkv.protocols import Evidence, Probe, ProbeTokens, Say, Worth
+
+if TYPE_CHECKING:
+    from jkv.methods.config import CacheConfig
+    from jkv.models import ModelConfig, Params
+
+AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"
+GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
+
+
+@part
+class Pseudo(Probe):
+    """Attention from `tokens` pseudo tokens at the positions of the first answer: s_j = sum_i p[i,j], averaged over G.
+
+    They are the prompt's first and last tokens, half of each: what they are matters little, where they are much. The
+    softmax is over the prompt and the pseudo tokens before. Source: DapQ (2603.11564), from notes of the paper.
+    """
+
+    tokens: int = 32
+
+    def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
+        half = self.tokens // 2
+        ids = [[*islice(cycle(r), half), *islice(cycle(r[half - self.tokens :]), self.tokens - half)] for r in rows]
+        reach(params, rows, ids, "dapq: fewer tokens=")
+        return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
+
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+        assert ev.new is not None
+        return mass(ev, ev.new, "mean")
+
+
+@part
+class Rebuilt(Probe):
+    """The attention that a token gets at most while the model repeats the prompt, a piece of `piece` tokens at a time.
+
+    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece, as an answer in a chat where
+    the model knows them. Of its queries,
+    s_j = max over i and G of softmax_j(q_i . k_j scale) over the first `sinks` tokens, the piece and the probe itself.
+    A model without a tokenizer gets no request in words. Source: KVzip (2505.23416).
+    """
+
+    piece: int = 2048
+    lead: int = 8
+    sinks: int = 4
+
+    def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
+        again, go_on, turn = (within(params, text) for text in (AGAIN, GO_ON, answering(params)))
+        out = []
+        for start in range(0, max(map(len, rows)), self.piece):
+            pieces = [r[start : start + self.piece] for r in rows]
+            lead = [[*go_on, *r[max(start - self.lead, 0) : start]] if start else again for r in rows]
+            ids = [[*a, *turn, *b] if b else [] for a, b in zip(lead, pieces, strict=True)]
+            reach(params, rows, ids, "a smaller piece=")
+            out.append(ProbeTokens(ids=ids, span=[(start, start + len(b)) for b in pieces]))
+        return out
+
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+        assert ev.new is not None
+        first, end, seen = span[:, 0], span[:, 1], ev.seen
+
+        def among(p: Array, pos: Array) -> Array:
+            inside = (pos >= first[:, None, None]) & (pos < end[:, None, None])
+            there = inside | (pos < self.sinks) | (pos >= seen[:, None, None])
+            return jnp.where(there[:, :, None, None], p, 0)
+
+        total = ev.over_keys(lambda p, q_pos, pos, index: among(p, pos).sum(-1), ev.new)
+        lse = ev.new.lse + jnp.log(jnp.maximum(total, 1e-30))
+        if worth is not None:  # a weight of a query is another log-sum-exp
+            lse = lse - jnp.log(worth.query)[:, None, None]
+
+        def paid(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+            weight = 1.0 if worth is None else jnp.take(worth.key, index, 3)[..., None, :]
+            return (among(p, pos) * weight).max((2, 3))
+
+        best = ev.fold(paid, replace(ev.new, lse=lse), jnp.maximum)
+        inside = (ev.pos >= first[:, None, None]) & (ev.pos < end[:, None, None])
+        return jnp.where(inside, best, old)
+
+
+@part
+class Graded(Rebuilt):
+    """The same attention, times what it is worth: p[i,j] |W_hg v_j| |d sum_t |y_t|^2 / d a_i|, at most (`Worth`).
+
+    So a token counts as much as the model's last hidden states y depend on what it adds to its layer's a_i. Source:
+    KVgrad (OpenReview: cg1wTCJjjk), as its authors gave it to the field's reference library.
+    """
+
+    graded: ClassVar[bool] = True
+
+    def check(self, config: CacheConfig, model: ModelConfig) -> None:
+        others = {
+            "values that are latents, as what they add to the output is not one product": model.latent is not None,
+            "blocks that recur, through which it does not go back": model.mixers is not None,
+            "experts, through which it does not go back": model.experts is not None,
+        }
+        alone(config, "a probe that goes back through the model (graded) does", others)
+
+
+@part
+class Drafted(Probe):
+    """The most attention that a token gets from what a draft says after the prompt: s_j = max over i and G of p[i,j].
+
+    i are the `tokens` tokens that the model's first `layers` layers (None: half of them) say greedily. Source: SpecKV
+    (2506.08373), where the draft is a smaller model of its own.
+    """
+
+    tokens: int = 32
+    layers: int | None = None
+
+    def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
+        if not self.tokens:
+            return []
+        layers = max(params.config.layers // 2, 1) if self.layers is None else self.layers
+        if layers > params.config.layers:
+            raise ValueError(f"a draft of layers={layers}, and the model has {params.config.layers}")
+        reach(params, rows, [[0] * self.tokens] * len(rows), "fewer tokens of a draft")
+        said = iter(say(params.first(layers), [r for r in rows if r], self.tokens))
+        ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
+        return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
+
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+        assert ev.new is not None
+        return most(ev, ev.new)
+
+
+def within(params: Params, text: str) -> list[int]:
+    """Token ids of text that follows a prompt; none without a tokenizer."""
+    return params.tokenizer.within(text) if params.tokenizer else []
+
+
+def answering(params: Params) -> str:
+    """What a chat template writes between the user's text and the answer; nothing without one."""
+    if params.tokenizer is None or params.tokenizer.template is None:
+        return ""
+    return params.tokenizer.chat([{"role": "user", "content": AGAIN}]).rpartition(AGAIN.strip())[2]
+
+
+def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:
+    """ValueError if a prompt and what is read after it exceed the model's context."""
+    longest, context = max(len(a) + len(b) for a, b in zip(rows, probes, strict=True)), params.config.context
+    if longest > context:
+        raise ValueError(
+            f"the prompt and what is read after it are {longest} tokens, and the model's context is {context}: take "
+            f"{way_out}, or a shorter prompt"
+        )

@@ -1,0 +1,170 @@
+"""Prompt compression by sparse features: which spans of a text have what a question's queries look for.
+
+A sparse autoencoder of a kv head says which few of F features a key, or a query, has:
+
+    z = relu((x - centre) encode' + bias), of which the `active` largest count;  x ~ z decode + centre
+
+Keys and queries are those before their rotation. Both have the features of one dictionary, so that a feature's number
+means the same in a query as in a key; each has a centre and a bias of its own, as their means differ. Source:
+S3-Attention (2601.17702), from its abstract.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import leaf, part, static, value
+from jkv.io import trained_weights
+from jkv.methods.config import CacheConfig
+from jkv.methods.eviction.attention import WindowMass
+from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
+from jkv.protocols import Reading
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+    from jkv.models.rope import Rope
+
+METHOD = "s3attention"
+KEYS, QUERIES = 0, 1  # whose centre, whose bias
+
+
+@value
+class Dictionary:
+    """The autoencoders of the kv heads of N layers: encode, decode f[N,H,F,D], centre f[N,H,2,D], bias f[N,H,2,F].
+
+    layers: the numbers of the N layers, rising; active: features of a key or a query. A head's own has no axes [N,H].
+    """
+
+    encode: Array
+    decode: Array
+    centre: Array
+    bias: Array
+    layers: tuple[int, ...] = static()
+    active: int = static()
+
+    axes: ClassVar = dict(encode="NHFD", decode="NHFD", centre=["N", "H", 2, "D"], bias=["N", "H", 2, "F"])
+
+    def features(self, x: Array, of: int) -> Array:
+        """z f32[n,F] of a head's keys or queries x f[n,D]; all but the `active` largest are 0."""
+        z = jax.nn.relu((x.astype(jnp.float32) - self.centre[of][None]) @ self.encode.T + self.bias[of][None])
+        least = jax.lax.top_k(z, self.active)[0][:, -1:]
+        return jnp.where(z >= least, z, 0)
+
+    def restored(self, z: Array, of: int) -> Array:
+        """f32[n,D]: the keys or queries that have these features."""
+        return z @ self.decode + self.centre[of][None]
+
+
+def relevance(own: Dictionary, k: Array, q: Array, ranked: Array, asked: Array) -> Array:
+    """f32[T]: what the features of a head's keys k f[T,D] are worth to its queries q f[n,D]; 0 if not ranked bool[T].
+
+    s_t = sum over f of z_tf w_f, w_f = log(T' / T_f) sum over asked i of z_if
+
+    T' keys are ranked, and T_f of them have the feature: one that all have is worth nothing.
+    """
+    z = jnp.where(ranked[:, None], own.features(k, KEYS), 0)
+    wanted = jnp.where(asked[:, None], own.features(q, QUERIES), 0).sum(0)
+    having, count = (x.sum(0, dtype=jnp.float32) for x in (z > 0, ranked))
+    rare = jnp.log(jnp.maximum(count, 1) / jnp.maximum(having, 1))
+    return z @ (wanted * rare)
+
+
+@partial(jax.jit, static_argnames=("ropes",))
+def shares(
+    gate: Dictionary, k: list[Array], q: list[Array], pos: Array, at: Array, end: Array, ropes: tuple[Rope, ...]
+) -> Array:
+    """f32[B,T]: of the relevance of all tokens each one's share, a mean over layers and heads, which weigh the same.
+
+    Of each layer k f[B,H,T,D] at pos i32[B,T], q f[B,H,G,n,D] at i32[B,n], and the rope that turned them. Tokens before
+    end i32[B] are ranked, and queries from there on ask. One head after another is in memory.
+    """
+    ranked, asked = (pos >= 0) & (pos < end[:, None]), (at >= 0) & (at >= end[:, None])
+
+    def one(given: tuple[Dictionary, Array, Array]) -> Array:
+        own, k, q = given
+        groups = q.shape[1]
+        each = jax.vmap(partial(relevance, own))
+        s = each(k, q.reshape(len(q), -1, q.shape[-1]), ranked, jnp.tile(asked, (1, groups)))
+        return s / jnp.maximum(s.sum(-1, keepdims=True), 1e-30)
+
+    def layer(i: int) -> Array:
+        plain = (
+            ropes[i].rotate(k[i], pos[:, None], inverse=True),
+            ropes[i].rotate(q[i], at[:, None, None], inverse=True),
+        )
+        heads = jax.tree.map(lambda x: x[i], gate), *(jnp.swapaxes(x, 0, 1) for x in plain)
+        return jax.lax.map(one, heads).mean(0)
+
+    return jnp.stack([layer(i) for i in range(len(ropes))]).mean(0)
+
+
+@part
+class Featured(trained_weights.Bearer, PromptCompression):
+    """Of a longer prompt the last `window` tokens, and the spans whose keys have the features of their queries.
+
+    A span of `span` tokens is worth what its tokens' shares are together, and its BM25 for the last tokens, each scaled
+    to [0,1] over the prompt's spans: (1 - lexical) features + lexical words. As many whole spans as `tokens` has room
+    for are read, of those that share no token the ones that are worth the most together. gate: the dictionary, or None:
+    that which comes with jkv; the draft ends with the last of its layers. Source: S3-Attention (2601.17702), from its
+    abstract, where an index of features is kept on the host; a prompt is asked once, so here none is.
+    """
+
+    window: int = 64
+    span: int = 32
+    lexical: float = 0.25
+    gate: Dictionary | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    methods: ClassVar = (METHOD,)
+
+    def gate_of(self, arrays: dict[str, np.ndarray]) -> Dictionary | None:
+        if not trained_weights.fit(arrays, Dictionary.axes | {"layers": "N", "active": ""}):
+            return None
+        layers, active = tuple(arrays["layers"].tolist()), int(arrays["active"])
+        rise = list(layers) == sorted({*layers}) and min(layers, default=-1) >= 0
+        if not rise or not 1 <= active <= arrays["encode"].shape[2]:
+            raise ValueError(f"layers={list(layers)}, active={active}: layers that rise, and 1 feature or more")
+        floats = {name: jnp.asarray(arrays[name], jnp.float32) for name in Dictionary.axes}
+        return Dictionary(layers=layers, active=active, **floats)
+
+    def depth(self, model: ModelConfig) -> int:
+        return super().depth(model) if self.gate is None else self.gate.layers[-1] + 1
+
+    def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
+        super().check(config, model, chunk)
+        sizes = (model.heads, model.head_dim)
+        if self.gate is not None and (found := (self.gate.encode.shape[1], self.gate.encode.shape[3])) != sizes:
+            raise ValueError(
+                f"{config}: its features are of {found[0]} kv heads of {found[1]} channels, and the model has "
+                f"{sizes[0]} of {sizes[1]}: make them for it with `jkv train {METHOD}`"
+            )
+
+    def told(self, reading: Reading) -> list[np.ndarray]:
+        """What each span before the last `window` tokens is worth, f[S]; nothing of a prompt with no such span."""
+        gate, model = self.weights, reading.params.config
+        config = CacheConfig(score=WindowMass(queries=self.window))
+        draft = reading.draft(reading.params.first(self.depth(model)), config).dense()[0]
+        layers, ropes = [draft.layers[i] for i in gate.layers], tuple(model.ropes[i] for i in gate.layers)
+        k, q = [x.recent.k for x in layers], [x.queries.q for x in layers]
+        pos, at, end = layers[0].recent.pos, layers[0].queries.pos, draft.seen - self.window
+        found = np.asarray(shares(gate, k, q, pos, at, end, ropes))
+        each = zip(reading.rows, found, np.asarray(pos) >= 0, strict=True)
+        return [self.worth(ids, share[live]) for ids, share, live in each]
+
+    def worth(self, ids: list[int], share: np.ndarray) -> np.ndarray:
+        """f64[S]: of the spans before the last `window` tokens of a prompt, of each token's share f[n]."""
+        text, asked = ids[: -self.window], ids[-self.window :]
+        features, words = sums(share[: len(text)], self.span), bm25(np.array(text, int), asked, self.span)
+        return (1 - self.lexical) * scaled(features) + self.lexical * scaled(words)
+
+    def kept(self, score: np.ndarray) -> list[int]:
+        first, n = disjoint(score, (self.tokens - self.window) // self.span, self.span), len(score) + self.span - 1
+        spans = [i for start in first for i in range(start, start + self.span)]
+        return spans + list(range(n, n + self.window))

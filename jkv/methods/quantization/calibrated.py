@@ -1,0 +1,190 @@
+"""Codecs made of the moments of a model's keys and values, which `jkv calibrate moments` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.arrays.pytree import part
+from jkv.io import trained_weights
+from jkv.methods.quantization.rotation import Balanced, Permuted, Projected, Rotated
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+C = TypeVar("C", bound="Calibrated")
+Side = Literal["keys", "plain", "values"]  # keys after and before their rotation by position
+SIDES: tuple[Side, ...] = ("keys", "plain", "values")
+METHOD, SMALL = "moments", "alike"  # all arrays but those of this name are written in float32
+AXES = dict(mean="LHD", deviation="LHD", low="LHD", high="LHD", least="LHD", most="LHD", alike="LT")
+
+
+def packed(x: np.ndarray) -> np.ndarray:
+    """Symmetric [...,D,D] as the [...,D(D+1)/2] of its upper triangle."""
+    return x[..., *np.triu_indices(x.shape[-1])]
+
+
+def unpacked(x: np.ndarray, dim: int) -> np.ndarray:
+    """The inverse.
+
+    >>> unpacked(packed(np.array([[1, 2], [2, 3]])), 2).tolist()
+    [[1, 2], [2, 3]]
+    """
+    out, (i, j) = np.zeros((*x.shape[:-1], dim, dim), x.dtype), np.triu_indices(dim)
+    out[..., i, j] = out[..., j, i] = x
+    return out
+
+
+def _pairs(x: np.ndarray) -> int:
+    """Of the channels of all heads, of an array [L,H,D], with themselves and each other."""
+    channels = x[0].size
+    return channels * (channels + 1) // 2
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of every layer, kv head and channel, f32[L,H,D]: mean, deviation, percentiles (low 0.5, high 99.5), extremes.
+
+    They are of keys, un-rotated keys and values; alike f16[L,HD(HD+1)/2] holds the correlations of all channels of all
+    heads, and queries_most the largest |q| of a kv head's queries, rotated.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    models: tuple[str, ...] = ()
+
+    def of(self, side: Side, name: str) -> np.ndarray:
+        return self.arrays[f"{side}_{name}"]
+
+    def together(self, side: Side, name: str, heads: int) -> np.ndarray:
+        """f64[L,H/g,gD]: one of the arrays [L,H,D], the channels of g heads side by side."""
+        x = self.of(side, name).astype(np.float64)
+        return x.reshape(len(x), -1, heads * x.shape[-1])
+
+    def covariance(self, side: Side, heads: int = 1) -> np.ndarray:
+        """f64[L,H/g,gD,gD], of g heads at a time."""
+        deviation = self.together(side, "deviation", heads)
+        layers, groups, dim = deviation.shape
+        alike = unpacked(self.of(side, "alike").astype(np.float64), groups * dim)
+        blocks = alike.reshape(layers, groups, dim, groups, dim).diagonal(axis1=1, axis2=3)
+        return np.moveaxis(blocks, -1, 1) * deviation[..., :, None] * deviation[..., None, :]
+
+    @classmethod
+    def read(cls, folder: str) -> Moments:
+        """FormatError for what `jkv calibrate moments` did not write."""
+        arrays, card = trained_weights.read(folder, METHOD)
+        axes = {f"{side}_{name}": x for side in SIDES for name, x in AXES.items()} | {"queries_most": "LHD"}
+        if not trained_weights.fit(arrays, axes) or arrays["keys_alike"].shape[1] != _pairs(arrays["keys_mean"]):
+            raise trained_weights.unlike(folder, arrays, METHOD)
+        return cls(arrays, tuple(card["model"]))
+
+
+class Calibrated:
+    """A codec whose arrays are made of moments: of a folder, or when it is bound to a model that jkv has some of."""
+
+    models: tuple[str, ...]
+
+    @property
+    def by_head(self) -> bool:
+        return True
+
+    def given(self, moments: Moments) -> Self:
+        raise NotImplementedError  # its own in every codec
+
+    def fitted(self, params: Params) -> Self:
+        """ValueError for a model that they are not of, or that none come for."""
+        if self.models:
+            trained_weights.check(self.models, params)
+            return self
+        return trained_weights.shipped(METHOD, params, made, self, how="calibrate")
+
+
+def made(folder: str | None, own: C) -> C:
+    """The codec with the arrays of a folder, if there is one."""
+    return own if folder is None else own.given(Moments.read(folder))
+
+
+@part
+class Centered(Calibrated, Rotated):
+    """`Rotated` about the mean that keys or values of each layer and head have; keys have a large one."""
+
+    side: Side = "keys"
+    models: tuple[str, ...] = ()
+
+    def given(self, moments: Moments) -> Self:
+        return replace(self, mean=jnp.asarray(moments.of(self.side, "mean")), models=moments.models)
+
+    def bound(self, params: Params) -> Self:
+        return replace(self.fitted(params), inner=self.inner.bound(params))
+
+
+@part
+class Principal(Calibrated, Projected):
+    """The principal channels of the covariance: of all bases of so many (`share` of D), that which loses the least.
+
+    Source: the start of MatryoshkaKV (2410.14731), which then trains the bases.
+    """
+
+    share: float
+    side: Side = "keys"
+    models: tuple[str, ...] = ()
+
+    def kept(self, dim: int) -> int:
+        """Channels."""
+        return round(self.share * dim)
+
+    def check(self, dim: int) -> None:
+        if not 0 < self.share <= 1 or not self.kept(dim):
+            raise ValueError(f"principal channels: {self.share} of head_dim={dim}; a share above 0 and at most 1")
+        self.inner.check(self.kept(dim))
+
+    def rate(self, dim: int) -> float:
+        return round(self.inner.rate(self.kept(dim)) * self.kept(dim) / dim, 4)
+
+    def given(self, moments: Moments) -> Self:
+        covariance = moments.covariance(self.side)
+        columns = np.linalg.eigh(covariance)[1][..., ::-1][..., : self.kept(covariance.shape[-1])]
+        basis, mean = (jnp.asarray(x, jnp.float32) for x in (columns, moments.of(self.side, "mean")))
+        return replace(self, basis=basis, mean=mean, models=moments.models)
+
+    def bound(self, params: Params) -> Self:
+        return replace(self.fitted(params), inner=self.inner.bound(params))
+
+
+@part
+class Equalised(Calibrated, Balanced):
+    """`Balanced` by b = sqrt(max |q| / max |k|) of each channel, so queries and keys have the same extremes.
+
+    Source: MiKV (2402.18096), which takes them of a prompt.
+    """
+
+    models: tuple[str, ...] = ()
+
+    def given(self, moments: Moments) -> Self:
+        k = np.maximum(abs(moments.of("keys", "least")), abs(moments.of("keys", "most")))
+        q = moments.arrays["queries_most"]
+        factor = np.where((k > 0) & (q > 0), np.sqrt(q / np.where(k > 0, k, 1)), 1)
+        return replace(self, factor=jnp.asarray(factor, jnp.float32), models=moments.models)
+
+    def bound(self, params: Params) -> Self:
+        return replace(self.fitted(params), inner=self.inner.bound(params))
+
+
+@part
+class Sorted(Calibrated, Permuted):
+    """Channels in the order of their mean square, so that those of one block are of like size.
+
+    Source: 2403.20137, which takes the norms of their weights.
+    """
+
+    models: tuple[str, ...] = ()
+
+    def given(self, moments: Moments) -> Self:
+        size = np.square(moments.of("keys", "mean")) + np.square(moments.of("keys", "deviation"))
+        return replace(self, order=jnp.asarray(np.argsort(size, -1, kind="stable"), jnp.int32), models=moments.models)
+
+    def bound(self, params: Params) -> Self:
+        return replace(self.fitted(params), inner=self.inner.bound(params))

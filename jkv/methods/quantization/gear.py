@@ -1,0 +1,129 @@
+"""Integers, the largest and smallest numbers beside them, and a low rank of what is then still missing."""
+
+from __future__ import annotations
+
+from math import floor
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.bitpacking import bits_of, floats
+from jkv.arrays.pytree import part
+from jkv.methods.quantization.groups import Grouped
+from jkv.methods.quantization.integer import Affine
+from jkv.protocols import Code
+
+
+@part
+class Gear(Grouped):
+    """x ~ y + q p: y is `inner` with outliers put back, q p of `rank` is the best that power iteration finds of x - y.
+
+    Of `group` tokens, coded, moved and dropped together (grain = group): q [group,r] orthonormal, p [r,D]. Outliers:
+    the floor(outliers / 2 * n) largest and smallest numbers, at least one each, of every vector of n that has a scale
+    (a channel of the group, or a token); `inner` sees their vector's mean in their place. With rank=0 and outliers=0 it
+    is `inner`. Source: GEAR (2403.05527), which factors a prompt as one group and counts outliers over all heads.
+    """
+
+    inner: Affine
+    group: int = 64
+    rank: int = 2
+    outliers: float = 0.02
+    rounds: int = 3
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label} and rank {self.rank}"
+
+    @property
+    def channels(self) -> bool:
+        """Whether a scale is a channel's, and not a token's."""
+        return self.inner.axis == "channel"
+
+    def aside(self, n: int) -> int:
+        """Outliers at each end of a vector of n.
+
+        >>> Gear(inner=Affine(), outliers=0.02).aside(64), Gear(inner=Affine(), outliers=0.5).aside(64)
+        (1, 16)
+        """
+        return max(floor(self.outliers / 2 * n), 1) if self.outliers else 0
+
+    def check(self, dim: int) -> None:
+        super().check(dim)
+        self.inner.check(dim)
+        if self.channels and self.group != self.inner.group:
+            raise ValueError(f"gear codec: group={self.group}, and scales of {self.inner.group} tokens: take as many")
+        if not 0 <= self.rank <= min(self.group, dim):
+            raise ValueError(f"gear codec: rank={self.rank}: from 0 to the {min(self.group, dim)} of a full rank")
+        if not 0 <= self.outliers <= 1:
+            raise ValueError(f"gear codec: outliers={self.outliers}: the share that is kept beside, 0 to 1")
+        if self.outliers and max(self.group, dim) > 256:
+            raise ValueError(f"gear codec: group={self.group}, head_dim={dim}: an outlier's place is a byte, up to 256")
+
+    def encode(self, x: Array) -> Code:
+        y = x.astype(jnp.float32).reshape(-1, self.group, x.shape[1])
+        bare, mine, shared = self._aside(y)
+        inner = self.inner.encode(bare.reshape(x.shape))
+        slots, grains = (inner.slots, mine), (inner.grains, shared)
+        code = Code(slots=(*slots, ()), grains=(*grains, ()))
+        if not self.rank:
+            return code
+        q, p = factors(y - self.decode(code).reshape(y.shape), self.rank, self.rounds)
+        q, p = (bits_of(a.astype(jnp.dtype(self.inner.scale_dtype))) for a in (q, p))
+        return Code(slots=(*slots, (q.reshape(len(x), -1),)), grains=(*grains, (p.reshape(len(y), -1),)))
+
+    def _aside(self, y: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """y [m,group,D] with means for outliers, and these: what each token has of them, and what all share.
+
+        A channel's are shared, their places numbers of tokens; so each token has its own number.
+        """
+        turn = (lambda a: a.swapaxes(1, 2)) if self.channels else (lambda a: a)  # vectors last, and back
+        x = turn(y)
+        n, k = x.shape[2], self.aside(x.shape[2])
+        if not k:
+            return y, (), ()
+        order = jnp.argsort(x, -1)
+        at = jnp.concatenate([order[:, :, :k], order[:, :, n - k :]], -1)
+        kept = jnp.take_along_axis(x, at, -1).astype(jnp.dtype(self.inner.scale_dtype))
+        out = (at[..., None] == jnp.arange(n)[None, None, None]).any(-2)
+        bare = turn(jnp.where(out, x.mean(-1, keepdims=True), x))
+        number = jnp.tile(jnp.arange(self.group, dtype=jnp.uint8), len(y))[:, None]
+        rows = len(y) if self.channels else len(number)
+        beside = tuple(turn(a).reshape(rows, -1) for a in (at.astype(jnp.uint8), bits_of(kept)))
+        return (bare, (number,), beside) if self.channels else (bare, beside, ())
+
+    def decode(self, code: Code) -> Array:
+        (slots, mine, q), (grains, shared, p) = code.slots, code.grains
+        x = self.inner.decode(Code(slots=slots, grains=grains))
+        if mine:
+            x = self._restored(x, mine, shared)
+        if not q:
+            return x
+        (q, p) = (floats(a[0], self.inner.scale_dtype).astype(jnp.float32) for a in (q, p))
+        m = p.shape[0]
+        low = jnp.einsum("mtr,mrd->mtd", q.reshape(m, -1, q.shape[1]), p.reshape(m, q.shape[1], -1))
+        return x + low.reshape(x.shape)
+
+    def _restored(self, x: Array, mine: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
+        """x [n,D] with the outliers in their places."""
+        place, value = shared if self.channels else mine
+        m, d = place.shape[0], x.shape[1]
+        own = mine[0].reshape(m, -1, 1) if self.channels else jnp.arange(d, dtype=jnp.uint8)[None, None]
+        place, value = (a.reshape(m, -1, d if self.channels else 1) for a in (place, value))
+        y, value = x.reshape(m, -1, d), floats(value, self.inner.scale_dtype).astype(jnp.float32)
+        for j in range(place.shape[1]):
+            y = jnp.where(own == place[:, j : j + 1], value[:, j : j + 1], y)
+        return y.reshape(x.shape)
+
+
+def factors(x: Array, rank: int, rounds: int) -> tuple[Array, Array]:
+    """q [m,n,rank], orthonormal, and p [m,rank,D] = q' x: q p is near the best of that rank for x [m,n,D]."""
+    start = np.random.default_rng(0).standard_normal((x.shape[2], rank)).astype(np.float32)
+    p = jnp.broadcast_to(jnp.asarray(start), (x.shape[0], *start.shape))
+    q = jnp.zeros((*x.shape[:2], rank))
+    for i in range(rounds):
+        last = i == rounds - 1
+        q = x @ (jnp.linalg.qr(p)[0] if last else p)
+        q = jnp.linalg.qr(q)[0] if last else q
+        p = x.swapaxes(1, 2) @ q
+    return q, p.swapaxes(1, 2)

@@ -1,0 +1,146 @@
+"""Codecs that a prompt teaches: subspaces and steps of its own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.bitpacking import pack, together, unpack
+from jkv.arrays.pytree import leaf, part
+from jkv.methods.quantization import lowrank
+from jkv.methods.quantization.rotation import Projected, there
+from jkv.protocols import Code, Codec
+
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
+BITS = (0, 1, 2, 3, 4, 8)
+
+
+@part
+class Stretches(Codec):
+    """Integers of channels in stretches of equal width, each with its own bits, the steps those of a prompt.
+
+    x_d ~ low_d + code (high_d - low_d) / (2**bits - 1), low_d and high_d the extremes of channel d over the prompt;
+    what lies beyond saturates; 0 bits: x_d ~ 0. A token has its codes alone. low, step f[L,H,D].
+    """
+
+    taught = True
+
+    bits: tuple[int, ...] = (8, 4, 4, 2, 2, 0, 0, 0)
+    low: Array | None = leaf(default=None)
+    step: Array | None = leaf(default=None)
+
+    @property
+    def label(self) -> str:
+        return f"{sum(self.bits) / len(self.bits):g} bits, by stretch"
+
+    def check(self, dim: int) -> None:
+        if not any(self.bits) or any(b not in BITS for b in self.bits):
+            raise ValueError(f"codec of stretches: bits={self.bits}; one of {BITS} for each, not all 0")
+        apart = dim % len(self.bits)
+        short = [b for b in self.bits if b and dim // len(self.bits) % together(b)]
+        if apart or short:
+            raise ValueError(
+                f"codec of stretches: {dim} channels in {len(self.bits)} of equal width, of whole bytes each"
+                + (f", which {short[0]} bits do not fill" if short else "")
+            )
+
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
+        x, live = x.astype(jnp.float32), live[:, None]
+        any_, far = live.any(), jnp.finfo(jnp.float32).max
+        low = jnp.where(any_, jnp.where(live, x, far).min(0), 0)
+        high = jnp.where(any_, jnp.where(live, x, -far).max(0), 0)
+        levels = jnp.concatenate([jnp.full(n, max(2**b - 1, 1), jnp.float32) for b, n in self._widths(x.shape[1])])
+        return replace(self, low=low, step=(high - low) / levels)
+
+    def _widths(self, dim: int) -> Iterator[tuple[int, int]]:
+        return ((b, dim // len(self.bits)) for b in self.bits)
+
+    def encode(self, x: Array) -> Code:
+        low, step = there(self.low), there(self.step)
+        code = (x.astype(jnp.float32) - low[None]) / jnp.where(step > 0, step, 1)[None]
+        pairs = [(b, y) for b, y in zip(self.bits, jnp.split(code, len(self.bits), 1), strict=True) if b]
+        whole = [(b, jnp.clip(jnp.round(y), 0, 2**b - 1).astype(jnp.uint8)) for b, y in pairs]
+        return Code(slots=jnp.concatenate([pack(y, b) for b, y in whole], 1))
+
+    def decode(self, code: Code) -> Array:
+        low, step = there(self.low), there(self.step)
+        parts, start = [], 0
+        for b, width in self._widths(low.shape[0]):
+            end = start + width * b // 8
+            packed, start = code.slots[:, start:end], end
+            parts.append(unpack(packed, b) if b else jnp.zeros((len(packed), width), jnp.float32))
+        kept = jnp.concatenate([jnp.full(width, b > 0) for b, width in self._widths(low.shape[0])])
+        return jnp.concatenate(parts, 1) * step[None] + jnp.where(kept, low, 0)[None]
+
+    def rate(self, dim: int) -> float:
+        return round(sum(self.bits) / len(self.bits), 4)
+
+
+@part
+class OfPrompt(Projected):
+    """x ~ mean + U y, U the first principal directions of a prompt, of `heads` kv heads of `layers` layers together.
+
+    U' sum (x - mean)(x - mean)' U is diagonal and descending. width: directions W, or 0: a `share` of the channels;
+    centered: about the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, in the dtype of its keys
+    or values, for the tokens that its prompt brought; of several layers y is one code, and U in each has the rows of
+    its own heads.
+    """
+
+    taught = True
+
+    width: int = 0
+    share: float = 1.0
+    heads: int = 0
+    layers: int = 1
+    centered: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label}, of the prompt"
+
+    def kept(self, dim: int) -> int:
+        return min(self.width, dim) if self.width else lowrank.rank(self.share, dim)
+
+    def check(self, dim: int) -> None:
+        if self.width < 0 or not 0 < self.share <= 1 or self.layers < 1:
+            raise ValueError(
+                f"principal directions of a prompt: {self.width or self.share} of the channels of {self.layers} "
+                "layers; 1 or more, or a share above 0 and at most 1"
+            )
+        self.inner.check(self.kept(dim))
+
+    def rate(self, dim: int) -> float:
+        every = dim * (self.heads or lowrank.ALL)
+        kept = self.kept(every)
+        return round(self.inner.rate(kept) * kept / every, 4)
+
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
+        wide = jnp.where(live[:, None], x.astype(jnp.float32), 0)
+        mean = wide.sum(0) / jnp.maximum(live.sum(dtype=jnp.float32), 1) if self.centered else None
+        apart = wide if mean is None else jnp.where(live[:, None], wide - mean[None], 0)
+        gram = jnp.einsum("nd,ne->de", apart, apart, precision=jax.lax.Precision.HIGHEST)
+        basis = jnp.linalg.eigh(gram)[1][:, ::-1][:, : self.kept(x.shape[1])]
+        own = replace(self, basis=basis.astype(x.dtype), mean=mean if mean is None else mean.astype(x.dtype))
+        return replace(own, inner=self.inner.fit(own.coordinates(x), live, q))
+
+    def of_layers(self, n: int) -> Self:
+        return replace(self, heads=self.heads * n)
+
+    def in_layer(self, i: int, n: int) -> Self:
+        def own(x: Array) -> Array:  # [...,gnD,W] -> [...,gD,W]
+            *rows, channels, width = x.shape
+            apart = x.reshape(*rows, self.heads // n, n, channels // self.heads, width)
+            return apart[..., i, :, :].reshape(*rows, channels // n, width)
+
+        mean = None if self.mean is None else own(self.mean[..., None])[..., 0]
+        return replace(self, heads=self.heads // n, basis=own(there(self.basis)), mean=mean)
+
+    def for_layer(self, model: ModelConfig, layer: int) -> Self:
+        return replace(self, heads=lowrank.together(self.heads, model.heads))

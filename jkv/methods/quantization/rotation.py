@@ -1,0 +1,213 @@
+"""Codes of another basis: x ~ mean + back(what the inner codec keeps of into(x - mean))."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import leaf, part
+from jkv.methods.quantization.integer import Affine
+from jkv.protocols import Code, Codec, KernelCodes
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+
+@part
+class Turned(Codec):
+    """x ~ mean + back(y), y ~ into(x - mean) as `inner` keeps it; back is linear, and `ask` is its transpose.
+
+    So q . x = ask(q) . y + q . mean and sum w x = back(sum w y) + (sum w) mean: queries and sums of values pass the
+    basis once, and slots stay in it. mean f[L,H,D], or None: 0.
+    """
+
+    inner: Codec = leaf(default=Affine(bits=4))
+    mean: Array | None = leaf(default=None)
+
+    def into(self, x: Array) -> Array:
+        """f[n,W] of f[n,D]."""
+        raise NotImplementedError  # its own in every basis
+
+    def back(self, y: Array) -> Array:
+        """f[n,D] of f[n,W]."""
+        raise NotImplementedError  # its own in every basis
+
+    def ask(self, q: Array) -> Array:
+        """f[N,W] with ask(q) . y == q . back(y); of orthonormal columns it is `into`."""
+        return self.into(q)
+
+    @property
+    def by_head(self) -> bool:  # a constant of most codecs
+        return self.inner.by_head
+
+    @property
+    def grain(self) -> int:
+        return self.inner.grain
+
+    @property
+    def label(self) -> str:
+        return f"{self.inner.label}, {type(self).__name__.lower()}"
+
+    def bound(self, params: Params) -> Self:
+        return replace(self, inner=self.inner.bound(params))
+
+    def check(self, dim: int) -> None:
+        self.inner.check(dim)
+
+    @property
+    def _mean(self) -> Array | None:
+        return None if self.mean is None else self.mean.astype(jnp.float32)
+
+    def coordinates(self, x: Array) -> Array:
+        """f[n,W]: what the inner codec keeps of x f[n,D]."""
+        wide = x.astype(jnp.float32)
+        mean = self._mean
+        y = self.into(wide if mean is None else wide - mean[None])
+        return y.astype(x.dtype) if self.inner.exact else y  # what keeps floats keeps those of x
+
+    def encode(self, x: Array) -> Code:
+        return self.inner.encode(self.coordinates(x))
+
+    def decode(self, code: Code) -> Array:
+        x, mean = self.back(self.inner.decode(code)), self._mean
+        return x if mean is None else x + mean[None]
+
+    def rate(self, dim: int) -> float:
+        return self.inner.rate(dim)
+
+    def parts(self, code: Code) -> Sequence[Array]:
+        return self.inner.parts(code)
+
+    def kernel_codes(self, code: Code) -> KernelCodes | None:
+        return self.inner.kernel_codes(code)
+
+    def query(self, q: Array) -> Array:
+        return self.inner.query(self.ask(q.astype(jnp.float32)).astype(q.dtype))
+
+    def shift(self, q: Array) -> Array | None:
+        q = q.astype(jnp.float32)
+        inner, mean = self.inner.shift(self.ask(q)), self._mean
+        if mean is None:
+            return inner
+        own = jnp.einsum("qd,d->q", q, mean, precision=jax.lax.Precision.HIGHEST)
+        return own if inner is None else own + inner
+
+    def output(self, acc: Array, l: Array) -> Array:  # noqa: E741
+        x, mean = self.back(self.inner.output(acc, l)), self._mean
+        return x if mean is None else x + l[:, None] * mean[None]
+
+    def logits(self, q: Array, tile: Code) -> Array:
+        return self.inner.logits(q, tile)
+
+    def mix(self, w: Array, tile: Code) -> Array:
+        return self.inner.mix(w, tile)
+
+
+@part
+class Rotated(Turned):
+    """y = H S x: S turns random signs, H is the orthonormal Hadamard of each stretch of channels, 2^a the most in D.
+
+    A channel that is large at every token is spread over all of a stretch, so codes with a scale for many channels
+    waste none on it. signs: the seed of S, or None: S = 1. Source: TurboQuant (2504.19874) with signs, RotateKV
+    (2501.16383) without.
+    """
+
+    signs: int | None = 0
+
+    def check(self, dim: int) -> None:
+        super().check(dim)
+        if dim & -dim < 8:
+            raise ValueError(
+                f"rotated codec: head_dim={dim} has stretches of {dim & -dim} channels alone that a Hadamard matrix "
+                "turns; 8 or more are needed: leave out the rotation"
+            )
+
+    def into(self, x: Array) -> Array:
+        return _product(x, rotation(x.shape[1], self.signs))
+
+    def back(self, y: Array) -> Array:
+        return _product(y, rotation(y.shape[1], self.signs).T)
+
+
+@cache
+def rotation(dim: int, signs: int | None) -> np.ndarray:
+    """f32[D,D], orthogonal: y = x @ it.
+
+    >>> (rotation(2, None) * 2**0.5).round(3).tolist()
+    [[1.0, 1.0], [1.0, -1.0]]
+    """
+    block = np.ones((1, 1), np.float32)
+    while len(block) < dim & -dim:
+        block = np.block([[block, block], [block, -block]])
+    turn = np.kron(np.eye(dim // len(block), dtype=np.float32), block / np.float32(len(block) ** 0.5))
+    return turn if signs is None else np.random.default_rng(signs).choice([-1.0, 1.0], (dim, 1)).astype("f4") * turn
+
+
+def _product(x: Array, matrix: Array | np.ndarray) -> Array:
+    """In float32 on every platform: TPUs would round to bfloat16 what the codes then round once more."""
+    return jnp.einsum("nd,de->ne", x, jnp.asarray(matrix, jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+def there(x: Array | None) -> Array:
+    """ValueError with the way out, for an array that was not made yet."""
+    if x is None:
+        raise ValueError(
+            "a codec's arrays are made of the model: give moments='FOLDER', as `jkv calibrate moments` writes it, or "
+            "bind the config (CacheConfig.bound)"
+        )
+    return x
+
+
+@part
+class Projected(Turned):
+    """y = U' (x - mean), U f[L,H,D,W] of orthonormal columns: W of D channels are kept."""
+
+    basis: Array | None = leaf(default=None)
+
+    def check(self, dim: int) -> None:
+        basis = there(self.basis)
+        if basis.shape[-2] != dim:
+            raise ValueError(f"projected codec: its basis is of {basis.shape[-2]} channels, not head_dim={dim}")
+        self.inner.check(basis.shape[-1])
+
+    def into(self, x: Array) -> Array:
+        return _product(x, there(self.basis))
+
+    def back(self, y: Array) -> Array:
+        return _product(y, there(self.basis).T)
+
+
+@part
+class Permuted(Turned):
+    """y = x with its channels in the order i32[L,H,D]."""
+
+    order: Array | None = leaf(default=None)
+
+    def into(self, x: Array) -> Array:
+        return x[:, there(self.order)]
+
+    def back(self, y: Array) -> Array:
+        return jnp.zeros_like(y).at[:, there(self.order)].set(y)
+
+
+@part
+class Balanced(Turned):
+    """y = b x, b f[L,H,D] positive: keys whose channels differ in size are made alike, and queries are asked / b."""
+
+    factor: Array | None = leaf(default=None)
+
+    def into(self, x: Array) -> Array:
+        return x * there(self.factor)[None]
+
+    def back(self, y: Array) -> Array:
+        return y / there(self.factor)[None]
+
+    def ask(self, q: Array) -> Array:
+        return q / there(self.factor)[None]

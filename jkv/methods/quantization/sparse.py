@@ -1,0 +1,57 @@
+"""The largest channels of each token, and a bit for each channel."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.bitpacking import bits_of, floats, spread
+from jkv.arrays.pytree import part
+from jkv.protocols import Code, Codec, KernelCodes
+
+
+@part
+class Sparse(Codec):
+    """x ~ x where |x| is among the k = D - floor(sparsity * D) largest of its token, and 0 elsewhere.
+
+    Slots: the bits of the k kept numbers in the order of their channels; uint8[D/8], whose bit j % 8 of byte j // 8
+    says whether channel j is kept. Among equals the lower channel is, so k is the same for every token. Source:
+    MUSTAFAR (2505.22913), which keeps every |x| that reaches the largest one dropped, one number more or several.
+    """
+
+    sparsity: float = 0.7
+    dtype: str = "bfloat16"
+
+    def kept(self, dim: int) -> int:
+        """Numbers of a token.
+
+        >>> Sparse(sparsity=0.7).kept(128)
+        39
+        """
+        return dim - floor(Fraction(self.sparsity).limit_denominator(1000) * dim)
+
+    def check(self, dim: int) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"sparse codec: sparsity={self.sparsity}: the share of channels dropped, 0 to below 1")
+        if dim % 8:
+            raise ValueError(f"sparse codec: head_dim={dim} is no multiple of the 8 channels of a byte")
+
+    def encode(self, x: Array) -> Code:
+        n, d = x.shape
+        index = jnp.sort(jax.lax.top_k(jnp.abs(x), self.kept(d))[1], -1)
+        bits = jnp.zeros((n, d), jnp.uint8).at[jnp.arange(n)[:, None], index].set(1)
+        bits = bits.reshape(n, -1, 8) << jnp.arange(8, dtype=jnp.uint8)[None, None]
+        values = jnp.take_along_axis(x, index, 1).astype(jnp.dtype(self.dtype))
+        return Code(slots=(bits_of(values), bits.sum(-1, dtype=jnp.uint8)))
+
+    def decode(self, code: Code) -> Array:
+        values, bitmap = code.slots
+        return spread(floats(values, self.dtype).astype(jnp.float32), bitmap)
+
+    def kernel_codes(self, code: Code) -> KernelCodes:
+        values, bitmap = code.slots
+        return KernelCodes(codes=floats(values, self.dtype), kept=bitmap)

@@ -1,0 +1,111 @@
+"""Keys of fewer channels: those that queries ask for least are not kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from typing import TYPE_CHECKING, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import leaf, part
+from jkv.io import trained_weights
+from jkv.methods.eviction.queries import METHOD, Typical, given, weight
+from jkv.methods.quantization.dense import Dense
+from jkv.methods.quantization.rotation import Turned
+from jkv.protocols import Codec, Needs
+
+if TYPE_CHECKING:
+    from jkv.models import Params
+
+
+@part
+class Thinned(Turned):
+    """y = the K = D - floor(share D) channels of each head with the largest E q_d^2 E k_d^2; x ~ y there, else 0.
+
+    Queries are asked in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], in order: of
+    each prompt, by its keys and its last `window` queries, or with window=0 of the model, by rotated queries and keys
+    that were measured. Source: ThinK (2407.21018), which has the former.
+    """
+
+    inner: Codec = leaf(default=Dense())
+    share: float = 0.4
+    window: int = 0
+    dim: int = 0
+    index: Array | None = leaf(default=None)
+    models: tuple[str, ...] = ()
+
+    @property
+    def taught(self) -> bool:  # a constant of most codecs
+        return self.window > 0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.window)
+
+    @property
+    def by_head(self) -> bool:
+        return not self.taught
+
+    def fit(self, x: Array, live: Array, q: Array) -> Self:
+        keys = jnp.where(live[:, None], x.astype(jnp.float32), 0)
+        size = jnp.square(q.astype(jnp.float32)).sum(0) * jnp.square(keys).sum(0)
+        index = jnp.sort(jax.lax.top_k(size, self.kept(x.shape[1]))[1])
+        return replace(self, index=index, dim=x.shape[1])
+
+    @property
+    def label(self) -> str:
+        return f"{1 - self.share:.0%} of the channels"
+
+    def kept(self, dim: int) -> int:
+        """Channels.
+
+        >>> Thinned(share=0.4).kept(64)
+        39
+        """
+        return dim - floor(Fraction(self.share).limit_denominator(1000) * dim)
+
+    def check(self, dim: int) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"think: share={self.share}: the part of the key channels that is dropped, 0 to below 1")
+        if self.index is not None and self.dim != dim:
+            raise ValueError(f"think: its channels are some of {self.dim}, not of head_dim={dim}")
+        self.inner.check(self.kept(dim))
+
+    def rate(self, dim: int) -> float:
+        return round(self.inner.rate(self.kept(dim)) * self.kept(dim) / dim, 4)
+
+    def of(self, folder: str) -> Self:
+        """This codec with the channels that a folder of `jkv calibrate queries` ranks highest."""
+        typical, models = Typical.read(folder)
+        size = weight(typical)
+        best = np.sort(np.argsort(-size, -1, kind="stable")[..., : self.kept(size.shape[-1])], -1)
+        return replace(self, index=jnp.asarray(best, jnp.int32), dim=size.shape[-1], models=models)
+
+    def bound(self, params: Params) -> Self:
+        if self.taught:
+            return self
+        if self.index is None:
+            return trained_weights.shipped(METHOD, params, given, self, how="calibrate")
+        trained_weights.check(self.models, params)
+        return self
+
+    @property
+    def channels(self) -> Array:
+        """Those of a head; ValueError with the command that finds them, where there are none."""
+        if self.index is None:
+            raise ValueError(
+                "this codec knows no channels yet: give queries='FOLDER', as `jkv calibrate queries` writes it, or "
+                "bind the config (CacheConfig.bound)"
+            )
+        return self.index
+
+    def into(self, x: Array) -> Array:
+        return x[:, self.channels]
+
+    def back(self, y: Array) -> Array:
+        return jnp.zeros((y.shape[0], self.dim), y.dtype).at[:, self.channels].set(y)

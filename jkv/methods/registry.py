@@ -1,0 +1,229 @@
+"""Rows of the catalogue: a paper is a function from arguments to the axes that it fills."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jkv.methods.budgets.sizes import Bytes, Keep, Size, Tokens, beyond
+from jkv.methods.config import MOST, CacheConfig
+from jkv.methods.prefill.deferred import compressed
+from jkv.methods.selection.wrappers import over_layers, over_steps, voted
+from jkv.methods.values import valued
+from jkv.utils.validation import read_bytes
+
+Axes = dict[str, Any]  # field of CacheConfig -> value
+FOLDER = "str | None"  # the type of arguments that name a folder
+Positive = int  # an argument that is 1 or more; other whole numbers may be 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method of the catalogue: called with its arguments, it gives the axes that it fills.
+
+    `make` of a row that is `sized` has a `size` in front, which users give as one of budget=, keep= and bytes=.
+    exactness: how far it is its source's method; claim: what that source promises, in its own setting.
+    """
+
+    name: str
+    paper: str
+    exactness: str
+    claim: str
+    make: Callable[..., Axes]
+
+    @property
+    def about(self) -> str:
+        return self.text.split("\n")[0]
+
+    @property
+    def text(self) -> str:
+        return inspect.getdoc(self.make) or ""
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.make)
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        own = self._signature.parameters.values()
+        return {p.name: ... if p.default is p.empty else p.default for p in own}
+
+    @property
+    def sized(self) -> bool:
+        """Whether it has a budget that users give, in any of its forms."""
+        return "size" in self._own
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its own, and their defaults; `...` where it has none."""
+        own = self._own
+        if not self.sized:
+            return own
+        default = own.pop("size")
+        return {"budget": None, "keep": getattr(default, "keep", None), "bytes": None} | own
+
+    def __call__(self, **arguments: Any) -> Axes:
+        """What these arguments fill; TypeError for one that is not its own, ValueError for a value that cannot be."""
+        for name, value in arguments.items():
+            self._check(name, value)
+        if not self.sized:
+            return self.make(**arguments)
+        given = {name: arguments.pop(name, None) for name in SIZES}
+        self._signature.bind(None, **arguments)  # who misspells a name is told so first
+        default = self._own["size"]
+        plain = default is not ... and all(x is None for x in given.values())
+        return self.make(default if plain else size(**given), **arguments)
+
+    def _check(self, name: str, value: Any) -> None:
+        """Raise ValueError for a value that no argument of this type can have: whole numbers are not negative."""
+        parameter = self._signature.parameters.get(name)
+        kind = parameter.annotation if parameter else ""
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        least = int(kind == "Positive")
+        if kind in ("int", "int | None", "Positive") and value is not None:
+            if not whole or value < least:
+                raise ValueError(f"{self.name}: {name}={value!r}: a whole number, {least} or more")
+            if value >= MOST:
+                raise ValueError(f"{self.name}: {name}={value}: a whole number below 2**31")
+        if kind == "float" and not (whole or isinstance(value, float)):
+            raise ValueError(f"{self.name}: {name}={value!r}: a number")
+        if kind == "str" and not isinstance(value, str):
+            raise ValueError(f"{self.name}: {name}={value!r}: a text, as '{value}'")
+        if kind == FOLDER and value is not None and not isinstance(value, str | Path):
+            raise ValueError(f"{self.name}: {name}={value!r}: a folder, as '{name}'")
+        if kind.startswith("tuple[") and not isinstance(value, tuple | list):
+            raise ValueError(f"{self.name}: {name}={value!r}: several, as ({value!r}, {value!r})")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Its arguments that name a folder of weights, or of what a model was measured by."""
+        return tuple(p.name for p in self._signature.parameters.values() if p.annotation == FOLDER)
+
+    @property
+    def filled(self) -> Axes:
+        """What its defaults fill, for 64 tokens where it must be told how many."""
+        return self(**({"budget": 64} if self.sized else {}))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that its defaults fill."""
+        return tuple(k for k in self.filled if k in AXES)
+
+    def bits(self, dim: int) -> list[tuple[float, float]]:
+        """Bits of a number of keys and of values with `dim` channels, metadata included, of each tier that is coded.
+
+        >>> from jkv.methods import CATALOGUE
+        >>> CATALOGUE["int4"].bits(64), CATALOGUE["snapkv"].bits(64)
+        ([(5.0, 5.0)], [])
+        """
+        made = CacheConfig(**{axis: x for axis, x in self.filled.items() if axis in ("codec", "tiers")})
+        found = [made.codecs(tier) for tier in made.tiers]
+        if all(codec.exact for pair in found for codec in pair):
+            return []
+        return [(k.rate(dim), v.rate(dim)) for k, v in found]
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The classes that these are made of, and what each of them does.
+
+        >>> from jkv.methods import CATALOGUE
+        >>> list(CATALOGUE["snapkv"].parts)
+        ['Pool', 'WindowMass', 'Tokens']
+        """
+        return dict(_parts(self.filled))
+
+
+def _parts(filled: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(filled, dict | tuple):
+        for x in filled.values() if isinstance(filled, dict) else filled:
+            yield from _parts(x)
+    elif is_dataclass(filled):
+        yield type(filled).__name__, inspect.getdoc(type(filled)) or ""
+        yield from _parts(tuple(getattr(filled, f.name) for f in fields(filled)))
+
+
+AXES = (
+    "score",
+    "codec",
+    "tiers",
+    "budget",
+    "pooled",
+    "merge",
+    "select",
+    "vote",
+    "steps",
+    "layers",
+    "recent",
+    "sinks",
+    "predicted_sinks",
+    "block",
+    "append",
+    "prefill",
+    "compression",
+    "values",
+)
+
+
+def _around(axis: str, wrap: Callable[[Any, Any], Any]) -> tuple[str, Callable[[CacheConfig, Any], CacheConfig]]:
+    return axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
+
+
+# what rows change of an axis of the config, whichever row fills that
+AROUND = {
+    "append": _around("budget", beyond),
+    "compression": _around("prefill", compressed),
+    "vote": _around("select", voted),
+    "steps": _around("select", over_steps),
+    "layers": _around("select", over_layers),
+    "values": ("tiers", valued),
+}
+SCHEDULE = ("recent", "sinks", "block")  # the most that a method of a composition asks for
+ARGUMENTS = (
+    *SCHEDULE,
+    "chunk",
+    "exact_layers",
+    "kernels",
+    "host",
+    "disk",
+    "hot",
+    "hot_by",
+    "device_bytes",
+)  # that every method takes
+SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
+CATALOGUE: dict[str, Row] = {}
+
+
+def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+    def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
+        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
+        return make
+
+    return add
+
+
+def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
+    """The budget that a method was given, in exactly one of its three forms; ValueError for none, or several."""
+    given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
+            f"got {given or 'none'}"
+        )
+    if bytes is not None:
+        return Bytes(bytes=read_bytes(bytes))
+    if budget is not None:
+        if type(budget) is not int or not 1 <= budget < MOST:
+            raise ValueError(f"budget={budget}: a number of tokens, 1 or more and below 2**31, that are kept")
+        return Tokens(tokens=budget)
+    assert keep is not None
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+    return Keep(keep=float(keep))
+
+
+assert set(AXES) - set(AROUND) <= {f.name for f in fields(CacheConfig)}

@@ -1,0 +1,1 @@
+"""Selectors: which pages of a tier a step reads."""

@@ -1,0 +1,67 @@
+"""Pages of tokens whose keys are alike."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take
+from jkv.arrays.pytree import part
+from jkv.methods.selection.base import Ranked, logits
+from jkv.protocols import Entered, Look
+
+TURNS = 4  # of the power iteration: a direction that splits need not be exact
+
+
+@part
+class Alike(Ranked):
+    """Newcomers of a flush whose keys are alike are a unit, m_j their mean key: those of the largest q . m are read.
+
+    Each head cuts its newcomers into two halves, across the principal direction of their keys, and the halves again,
+    down to units; those that hold one of the first `sinks` tokens stay as they are. Summary: m [D] a unit. Source:
+    IceCache (2604.10539), whose tree is of approximate neighbours and takes in one token at a time.
+    """
+
+    arranges = True
+
+    def arrange(self, k: Array, pos: Array) -> Array:
+        b, h, n, _ = k.shape
+        held = -(-self.sinks // self.unit) * self.unit  # tokens of the units of sinks
+        levels = (n // self.unit - 1).bit_length()
+        short = (self.unit << levels) - n
+        k = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, 0), (0, short), (0, 0)))
+        pos = jnp.pad(pos, ((0, 0), (0, 0), (0, short)), constant_values=-1)
+        order = jnp.broadcast_to(jnp.arange(n + short), pos.shape)
+        for level in range(levels):
+            nodes = b, h << level, (n + short) >> level
+            at = take(pos, order)
+            side = across(take(k, order).reshape(*nodes, -1), (at >= held).reshape(nodes))
+            place = jnp.where(at < 0, jnp.inf, jnp.where(at < held, -jnp.inf, side.reshape(at.shape)))
+            order = take(order.reshape(nodes), jnp.argsort(place.reshape(nodes), -1, stable=True)).reshape(order.shape)
+        return order[:, :, :n]
+
+    def summarize(self, new: Entered) -> Array:
+        return new.k.mean(3)
+
+    def score(self, look: Look) -> Array:
+        return logits(look.q, look.summary)
+
+
+def across(x: Array, live: Array) -> Array:
+    """f32[B,H,n]: where each of x f32[B,H,n,D] lies along the principal direction of those that are live bool[B,H,n].
+
+    By a power iteration from the one that is farthest from the mean.
+
+    >>> x = jnp.array([[3.0, 0.1], [-3.0, 0.1], [3.0, -0.1], [-3.0, -0.1]])[None, None]
+    >>> (across(x, jnp.ones((1, 1, 4), bool)) > 0).tolist()
+    [[[True, False, True, False]]]
+    """
+    some = live[..., None]
+    mean = jnp.where(some, x, 0).sum(2, keepdims=True) / jnp.maximum(some.sum(2, keepdims=True, dtype=jnp.float32), 1)
+    apart = jnp.where(some, x - mean, 0)
+    far = (apart**2).sum(-1).argmax(-1)
+    v = take(apart, far[..., None])[:, :, 0]
+    for _ in range(TURNS):
+        v = jnp.einsum("bhnd,bhn->bhd", apart, jnp.einsum("bhnd,bhd->bhn", apart, v))
+        v = v / jnp.maximum(jnp.linalg.norm(v, axis=-1, keepdims=True), 1e-30)
+    return jnp.einsum("bhnd,bhd->bhn", apart, v)

@@ -1,0 +1,39 @@
+"""Pages by a bound on their logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.gather import take_along
+from jkv.arrays.pytree import part
+from jkv.methods.selection.base import Ranked, asked
+from jkv.protocols import Entered, Look
+
+
+@part
+class PageBound(Ranked):
+    """Quest: bound_j = sum_d max(q_d kmax_jd, q_d kmin_jd) >= q . k of every key in page j; the `pages` best are read.
+
+    channels: only so many d, those of the largest sum of |q_d| over G, as RocketKV has it: no bound any more; 0: all.
+    Summary: (kmin, kmax) [D] a page. Sources: 2406.10774, 2502.14051.
+    """
+
+    channels: int = 0
+
+    def summarize(self, new: Entered) -> tuple[Array, Array]:
+        return new.k.min(3), new.k.max(3)
+
+    def score(self, look: Look) -> Array:
+        return self.bounds(asked(look.q), look.summary)
+
+    def bounds(self, q: Array, summary: tuple[Array, Array]) -> Array:
+        """f32[B,H,G,U] of queries f32[B,H,G,D] and pages (kmin, kmax) [B,H,U,D]."""
+        low, high = (x.astype(jnp.float32) for x in summary)
+        if 0 < self.channels < q.shape[-1]:
+            _, best = jax.lax.top_k(jnp.abs(q).sum(2), self.channels)
+            q = take_along(q, best[:, :, None])
+            low, high = (take_along(x, best[:, :, None]) for x in (low, high))
+        up = jnp.einsum("bhgd,bhud->bhgu", jnp.maximum(q, 0), high)
+        return up + jnp.einsum("bhgd,bhud->bhgu", jnp.minimum(q, 0), low)

@@ -1,0 +1,5 @@
+"""Reuse of keys and values: prefixes from a block store, chunks at any position.
+
+Entry points: `store.Store`, `prefix.BegunPrompts`, `chunk_reuse.Passages`. Must not import generation, engine or
+speculative.
+"""

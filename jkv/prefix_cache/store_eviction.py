@@ -1,0 +1,139 @@
+"""Which records of a store go first: what was used longest ago, or what is least likely to be asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jkv.io import array_file
+from jkv.io.errors import FormatError
+
+LEARNED = "lpc:"  # a file follows
+WORDS, LAST = 1 << 12, 64  # places of hashed pairs of tokens; tokens at the end of a prompt that are looked at
+AT_ONCE = 32  # the share of a store, 1 / so much, that is made free when it is full
+SURE = 0.999  # odds count as no more: what were certain would never go, asked for or not
+WHERE = 1 << 20  # a pair's hash is (WHERE a + b) mod a prime, mod WORDS
+
+
+class Entry(NamedTuple):
+    """A record: its name, and the name of the one in front of it ("": none); when it was used last, in nanoseconds; the
+    probability that the conversation which used it goes on."""
+
+    name: str
+    parent: str
+    used: int
+    odds: float
+
+
+class Evict:
+    """Used longest ago first. A record is used whenever what follows it is, and later: it outlives that."""
+
+    learns: bool = False  # whether it asks for `odds`
+
+    def odds(self, ids: Sequence[int]) -> float:
+        """The probability that a prompt is the beginning of another one."""
+        return 1.0
+
+    def order(self, entries: Iterable[Entry], now: int) -> list[str]:
+        """The names, those that go first first."""
+        return [x.name for x in sorted(entries, key=lambda x: (x.used, x.name))]
+
+
+@dataclass(frozen=True, eq=False)
+class Learned(Evict):
+    """By the probability that a conversation is still going on (LPC, Learned Prefix Caching, NeurIPS 2025):
+
+    p S(dt) / (p S(dt) + 1 - p), S the share of pauses that are longer than dt, since it was used last; of records that
+    conversations share, the largest. A reconstruction from the abstract: the predictor and the formula are ours. p is
+    that of a small network over hashed pairs of a prompt's last tokens and its length.
+
+    pairs f32[WORDS,N], size f32[N], bias f32[N], out f32[N], base f32[1]; pauses f32[n]: seconds, rising.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    learns = True
+
+    @classmethod
+    def load(cls, path: str | Path) -> Learned:
+        """What `jkv train lpc` wrote; FormatError for any other file, and for arrays of other shapes or numbers."""
+        arrays, meta = array_file.read(Path(path).expanduser())
+        if meta.get("kind") != "lpc":
+            raise FormatError(Path(path), "it is no predictor of conversations", "make one: jkv train lpc")
+        if why := fault(arrays):
+            raise FormatError(Path(path), why, "make it again: jkv train lpc")
+        return cls(arrays)
+
+    def odds(self, ids: Sequence[int]) -> float:
+        w = self.arrays
+        seen = w["pairs"][pairs(ids)].mean(0) + size(ids) * w["size"] + w["bias"]
+        logit = float(np.maximum(seen, 0) @ w["out"] + w["base"][0])
+        return 1 / (1 + float(np.exp(-max(logit, -700.0))))  # beyond which exp overflows
+
+    def alive(self, odds: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """f64[n]: the probability that a conversation goes on which has paused so long, of odds up to SURE."""
+        pauses = self.arrays["pauses"]
+        longer = (len(pauses) - np.searchsorted(pauses, seconds, "right") + 1) / (len(pauses) + 1)
+        odds = np.minimum(odds, SURE)
+        return odds * longer / (odds * longer + 1 - odds)
+
+    def order(self, entries: Iterable[Entry], now: int) -> list[str]:
+        entries = sorted(entries, key=lambda x: (x.used, x.name))  # what follows comes before what it follows
+        since = np.array([max(now - x.used, 0) for x in entries]) / 1e9
+        own = self.alive(np.array([x.odds for x in entries]), since)
+        worth: dict[str, float] = {}
+        for x, value in zip(entries, own, strict=True):
+            worth[x.name] = max(value, worth.get(x.name, 0.0))
+            worth[x.parent] = max(worth.get(x.parent, 0.0), worth[x.name])
+        return sorted((x.name for x in entries), key=worth.__getitem__)  # of equal ones, the oldest first
+
+
+def fault(arrays: Mapping[str, np.ndarray]) -> str:
+    """What is wrong with the arrays of a predictor, or "".
+
+    >>> fault({"pairs": np.zeros((WORDS, 2), np.float32)})
+    'it has the arrays pairs, and a predictor base, bias, out, pairs, pauses, size'
+    """
+    width = arrays["bias"].size if "bias" in arrays else 0
+    shapes = {"base": (1,), "pairs": (WORDS, width), "pauses": None} | dict.fromkeys(("bias", "out", "size"), (width,))
+    if {*arrays} != {*shapes}:
+        return f"it has the arrays {', '.join(sorted(arrays)) or 'none'}, and a predictor {', '.join(sorted(shapes))}"
+    for name, shape in shapes.items():
+        x = arrays[name]
+        if x.dtype != np.float32 or (x.ndim != 1 if shape is None else x.shape != shape) or not x.size:
+            want = ",".join(map(str, shape or ("n",)))
+            return f"{name} is {x.dtype}{list(x.shape)}, and of a predictor float32[{want}]"
+        if not np.isfinite(x).all():
+            return f"{name} has numbers that are not finite"
+    if arrays["pauses"][0] < 0 or (np.diff(arrays["pauses"]) < 0).any():
+        return "its pauses are not in order, from 0 on"
+    return ""
+
+
+def pairs(ids: Sequence[int]) -> np.ndarray:
+    """i64[n]: the places of pairs of the last tokens."""
+    last = np.asarray([0, *ids[-LAST:]], np.int64)
+    return (last[:-1] * WHERE + last[1:]) % 2147483647 % WORDS
+
+
+def size(ids: Sequence[int]) -> float:
+    """What the predictor knows of a prompt's length."""
+    return log2(len(ids) + 1) / 2 - 5
+
+
+def policy(text: str) -> Evict:
+    """The order of a text: "lru", or "lpc:FILE".
+
+    >>> policy("lru").order([Entry("b", "a", 1, 1.0), Entry("a", "", 2, 1.0)], 3)
+    ['b', 'a']
+    """
+    if text == "lru":
+        return Evict()
+    if text.startswith(LEARNED) and text != LEARNED:
+        return Learned.load(text.removeprefix(LEARNED))
+    told = ": it knows what will be asked, which jkv eval store replays" if text == "belady" else ""
+    raise ValueError(f"evict={text!r}{told}: give lru, or lpc:FILE, of jkv train lpc")

@@ -1,0 +1,375 @@
+"""The engine: one thread that steps the running batches in turn, a batch for each cache that requests ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.cache.cache import tree_bytes
+from jkv.core.compilation import use_disk_cache
+from jkv.engine.continuous_batch import Running
+from jkv.engine.scheduler import alone
+from jkv.generation import nan_check
+from jkv.generation.api import prefill
+from jkv.generation.teacher_forcing import Follow
+from jkv.methods.config import CacheConfig
+from jkv.models import Params
+from jkv.prefix_cache.store import Store
+from jkv.serve.batches import Limits, Maker, Watch
+from jkv.serve.request_state import TOP, Echo, End, Fault, Kept, Receipt, Ticket, Token, tokens_of
+from jkv.utils.errors import said, survivable
+
+
+class Full(Exception):
+    """The queue has no room for more rows."""
+
+
+@dataclass(kw_only=True)
+class Seats:
+    """A running batch, the tickets of its rows by their line, and when it was last of use."""
+
+    running: Running
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    used: float = field(default_factory=time.monotonic)
+
+
+@jax.jit
+def best(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
+    """Log-probabilities f32[B,N] of tokens i32[B,N], and the most probable ones f32[B,N,k], i32[B,N,k], of logits
+    f32[B,N,V]."""
+    logs = jax.nn.log_softmax(logits)
+    top, ids = jax.lax.top_k(logs, min(TOP, logits.shape[-1]))
+    return jnp.take_along_axis(logs, jnp.maximum(tokens, 0)[..., None], -1)[..., 0], top, ids
+
+
+@jax.jit
+def held(cache: Any) -> Array:
+    """i32[L,B,H], `Cache.kept`."""
+    return cache.kept()
+
+
+class Engine:
+    """Rows in, events out. `submit` may be called by any thread; everything else happens in the engine's own.
+
+    A row waits until its cache has a running batch with a free slot at the border of a block. A batch for another cache
+    is compiled beside the ones that run; there are at most `limits.caches`, and idle ones give way.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        limits: Limits,
+        watch: Watch | None = None,
+        store: Store | None = None,
+        draft: str | None = None,
+    ) -> None:
+        """draft: as of a `Maker`."""
+        use_disk_cache()
+        self.params, self.limits, self.watch, self.store = params, limits, watch or Watch(), store
+        self.maker = Maker(params=params, limits=limits, watch=self.watch, store=store, draft=draft)
+        self.seats: dict[str, Seats] = {}
+        self.making: dict[str, Future[Running]] = {}
+        self.waiting: deque[Ticket] = deque()
+        self.scoring: deque[tuple[Ticket, Iterator[Echo | None]]] = deque()
+        self.change = threading.Condition()
+        self.over = False
+        self.beside = ThreadPoolExecutor(1, "prepare")
+        self.lines = 0
+        self.thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    # ------------------------------------------------------------------------------------------- for other threads
+
+    def start(self, config: CacheConfig) -> None:
+        """Begin, with a batch for this cache; raises what its making raises."""
+        self.seats[str(config)] = Seats(running=self.maker.make(config))
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Rows that are not done get a Fault."""
+        with self.change:
+            self.over = True
+            self.change.notify_all()
+        if self.thread.ident is not None:
+            self.thread.join()
+        self.beside.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def well(self) -> bool:
+        return self.thread.is_alive() and not self.over
+
+    def line(self) -> int:
+        """A number of its own for a request."""
+        with self.change:
+            self.lines += 1
+            return self.lines
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Let rows in, all or none. Raises Full."""
+        with self.change:
+            if self.over or len(self.waiting) + len(tickets) > self.limits.queue:
+                raise Full
+            self.waiting.extend(tickets)
+            self.change.notify_all()
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Their clients are gone: their slots are free from the next look on."""
+        with self.change:
+            for ticket in tickets:
+                ticket.gone = True
+            self.change.notify_all()
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Rows in each running batch."""
+        return {name: len(x.tickets) for name, x in list(self.seats.items())}
+
+    # ---------------------------------------------------------------------------------------------- the engine's own
+
+    def _work(self) -> None:
+        """Until it is over, for whatever reason: nobody is left without an answer then."""
+        try:
+            self._rounds()
+        finally:
+            with self.change:
+                self.over = True
+            left = [t for x in self.seats.values() for t in x.tickets.values()]
+            left += [*(t for t, _ in self.scoring), *self._waiting()]
+            self._fail(left, 503, "the server stops; ask again later")
+
+    def _rounds(self) -> None:
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: self.over or self._busy(), timeout=1.0)
+                if self.over:
+                    break
+            self._sweep()
+            self._settle()
+            for name, seats in list(self.seats.items()):
+                try:
+                    self._turn(seats)
+                except BaseException as error:
+                    if not survivable(error):
+                        self.over = True
+                    self._fail(list(seats.tickets.values()), 500, said(error))
+                    del self.seats[name]
+            self._score()
+            with self.change:
+                if not self.scoring and not any(x.tickets for x in self.seats.values()):
+                    self.change.wait(0.01)  # for a batch that is being made
+
+    def _busy(self) -> bool:
+        done = any(f.done() for f in self.making.values())
+        new = any(str(t.config) not in self.making for t in self.waiting)
+        return bool(done or new or self.scoring or any(x.tickets for x in self.seats.values()))
+
+    def _sweep(self) -> None:
+        """Rows whose clients are gone leave."""
+        with self.change:
+            self.waiting = deque(t for t in self.waiting if not t.gone)
+        self.scoring = deque((t, x) for t, x in self.scoring if not t.gone)
+        for seats in self.seats.values():
+            for slot, row in enumerate(seats.running.slots):
+                if row is not None and seats.tickets[row[0].line].gone:
+                    seats.running.slots[slot] = None
+                    del seats.tickets[row[0].line]
+
+    def _settle(self) -> None:
+        """Prompts that are to be scored begin; batches that are made enter, and those that are wanted begin."""
+        for name, future in list(self.making.items()):
+            if future.done():
+                del self.making[name]
+                if (error := future.exception()) is None:
+                    self.seats[name] = Seats(running=future.result())
+                else:
+                    mine = [t for t in self._waiting() if str(t.config) == name]
+                    self._fail(mine, 400 if isinstance(error, ValueError) else 503, said(error))
+        for ticket in self._waiting():
+            if not (ticket.scores or ticket.generates):
+                self._leave([ticket])
+                ticket.tell(End(why="length", tokens=0, receipt=None))
+            elif ticket.scores:
+                ticket.scores = False
+                self._leave([ticket])
+                self.scoring.append((ticket, self._scored(ticket)))
+            elif (name := str(ticket.config)) not in self.seats and name not in self.making and self._room():
+                self.making[name] = self.beside.submit(self.maker.make, ticket.config)
+                self.making[name].add_done_callback(lambda _: self._notify())
+
+    def _notify(self) -> None:
+        with self.change:
+            self.change.notify_all()
+
+    def _waiting(self) -> list[Ticket]:
+        with self.change:
+            return list(self.waiting)
+
+    def _leave(self, tickets: Sequence[Ticket]) -> None:
+        with self.change:
+            self.waiting = deque(t for t in self.waiting if t not in tickets)
+
+    def _room(self) -> bool:
+        """Whether there may be one more batch; the idle one that was used longest ago gives way."""
+        if len(self.seats) + len(self.making) < self.limits.caches:
+            return True
+        wanted = {str(t.config) for t in self._waiting()}
+        idle = [name for name, x in self.seats.items() if not x.tickets and name not in wanted]
+        if idle:
+            del self.seats[min(idle, key=lambda name: self.seats[name].used)]
+        return bool(idle)
+
+    def _fail(self, tickets: Sequence[Ticket], status: int, error: str) -> None:
+        self._leave(tickets)
+        for ticket in tickets:
+            ticket.tell(Fault(status=status, error=error))
+
+    def _turn(self, seats: Seats) -> None:
+        """Rows enter where they can, and all rows take a stride."""
+        running = seats.running
+        if running.open:
+            name = str(running.shapes.config)
+            mine = [t for t in self._waiting() if str(t.config) == name and t.generates and not t.scores]
+            for ticket in mine[: running.slots.count(None)]:
+                self._leave([ticket])
+                self._enter(seats, ticket)
+        if not any(running.slots):
+            return
+        seats.used, before = time.monotonic(), Counter(running.drafted)
+        fresh = []
+        for slot, request, tokens, new in running.advance():
+            ticket = seats.tickets[request.line]
+            if why := nan_check.said(running.params, tokens):
+                self._free(seats, slot, ticket)
+                ticket.tell(Fault(status=500, error=why))
+            else:
+                fresh.append((slot, ticket, tokens, new))
+        self._drafted(running, [ticket for _, ticket, *_ in fresh], running.drafted - before)
+        logs = None
+        if any(ticket.top is not None for _, ticket, *_ in fresh):
+            assert running.state.trace is not None
+            logs = jax.device_get(best(running.state.trace, running.state.out))
+        ended, followed = {}, {}
+        for slot, ticket, tokens, new in fresh:
+            told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
+            before = ticket.count
+            why = ticket.take(new, told, running.stop_ids)
+            del tokens[ticket.count :]  # behind a stop text
+            self._time(ticket, before)
+            if why is not None:
+                ended[slot] = ticket, why
+            elif ticket.follows:
+                followed[slot] = ticket
+        if ended or followed:
+            receipts = self._receipts(running, followed | {slot: ticket for slot, (ticket, _) in ended.items()})
+            for slot, ticket in followed.items():
+                ticket.tell(Kept(receipt=receipts[slot]))
+            self._end(seats, ended, receipts)
+
+    def _enter(self, seats: Seats, ticket: Ticket) -> None:
+        """A row is prefilled into a free slot; a row that fails takes nobody along."""
+        running, request = seats.running, ticket.request
+        before = 0 if self.store is None else self.store.reused
+        try:
+            running.admit(alone(running.shapes.bucket, request))
+        except BaseException as error:
+            self._fail([ticket], 500, said(error))
+            if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
+                raise
+            return
+        if self.store is not None and self.store.reused > before:
+            ticket.reused, ticket.store_codec = self.store.reused - before, self.store.codec.name
+        seats.tickets[request.line] = ticket
+        ticket.begin(self.params)
+        self.watch.read(len(request.tokens), ticket.reused)
+
+    def _drafted(self, running: Running, tickets: Sequence[Ticket], made: Counter[str]) -> None:
+        """What a stride's drafts came to; a drafter that has failed leaves."""
+        if running.drafter is None:
+            return
+        self.watch.drafted(made["drafted"], made["taken"])
+        for ticket in tickets:
+            ticket.drafted = (ticket.drafted or Counter()) + made
+        if running.trial.failure:
+            running.drafter = None
+            self.watch.undrafted(str(running.shapes.config), running.trial.failure)
+
+    def _time(self, ticket: Ticket, before: int) -> None:
+        """Tell how long the tokens took of a row that had `before`."""
+        now, new = time.monotonic(), ticket.count - before
+        if before == 0:
+            self.watch.first(now - ticket.asked, new)
+        elif new:
+            self.watch.later((now - ticket.last) / new, new)
+        ticket.last = now
+
+    def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, Receipt]:
+        """What the cache keeps of the rows in these slots, after the stride that they have just taken."""
+        cache = running.state.cache
+        kept, seen, model = np.asarray(held(cache)), np.asarray(cache.seen), cache.model
+        fixed = tree_bytes(cache.states) // cache.rows
+        token = model.layers * model.heads * model.cached * cache.dtype.itemsize
+        out = {}
+        for slot, ticket in tickets.items():
+            most = min(int(seen[slot]), len(ticket.request.tokens) + ticket.count)  # others may have gone on
+            own = np.minimum(kept[:, slot], most).tolist()
+            out[slot] = ticket.receipt(most, own, cache.nbytes // cache.rows, token, fixed)
+        return out
+
+    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
+        """Last events, and free slots."""
+        for slot, (ticket, why) in ended.items():
+            self._free(seats, slot, ticket)
+            ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
+
+    def _free(self, seats: Seats, slot: int, ticket: Ticket) -> None:
+        """The slot of a row that has ended."""
+        seats.running.free(slot, ticket.request)
+        del seats.tickets[ticket.request.line]
+
+    def _score(self) -> None:
+        """One slice of the prompt that is scored."""
+        if not self.scoring:
+            return
+        ticket, slices = self.scoring[0]
+        try:
+            echo = next(slices)
+        except BaseException as error:
+            self.scoring.popleft()
+            self._fail([ticket], 500, said(error))
+            if not survivable(error):
+                raise
+            return
+        if echo is None:
+            return
+        self.scoring.popleft()
+        ticket.tell(echo)
+        if ticket.generates:
+            with self.change:
+                self.waiting.append(ticket)
+        else:
+            ticket.tell(End(why="length", tokens=0, receipt=None))
+
+    def _scored(self, ticket: Ticket) -> Iterator[Echo | None]:
+        """None after every slice, and the prompt's log-probabilities, as `jkv.score` has them, after the last."""
+        ids = ticket.request.tokens.tolist()
+        out = [Token(id=ids[0], logprob=None)]
+        if len(ids) > 1:
+            room = self.limits.prompt
+            cache, logits = prefill(self.params, ticket.config, [ids[:1]], room=room, chunk=0)
+            yield None
+            for part in Follow(self.params, cache, logits, np.asarray([ids[1:]])):
+                here = ids[len(out) : len(out) + part.shape[1]]
+                found = jax.device_get(best(part, jnp.asarray([here], jnp.int32)))
+                nan_check.check_scores(self.params, found[0], len(out))
+                out += tokens_of(here, [x[0] for x in found], ticket.top)
+                yield None
+        yield Echo(tokens=out)

@@ -1,0 +1,1 @@
+"""Weights: the params pytree, how it is loaded, quantized and multiplied."""

@@ -1,0 +1,149 @@
+"""Codes on disk: the cache of the device bit for bit, none of it in memory, and a value like any other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import methods, models
+from jkv.cache import disk_pages
+from jkv.cache.cache import device_bytes, disk_bytes, host_bytes
+from jkv.cache.offload import is_far
+from jkv.core import decode_loop
+from jkv.core.compilation import Cost
+from jkv.generation.inspect import summary
+from jkv.generation.receipt import pages_asked
+from jkv.methods.compatibility import check
+from jkv.prompts import allocation
+from support import rig
+
+ONE = models.random(dict(models.TINY, num_hidden_layers=1), 0, jnp.float32)
+ROWS = [row[row >= 0].tolist()[:n] for row, n in zip(rig.PROMPT, (50, 40), strict=True)]
+NEW = 20
+QUEST = "quest(pages=3, page=8, dense_layers=0"
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
+    disk_pages._OPEN.clear()
+
+
+def ran(text: str, prompt: Any = None, params: Any = ONE) -> jkv.Result:
+    return jkv.generate(params, text, ROWS if prompt is None else prompt, max_new_tokens=NEW, stop_ids=())
+
+
+def same(own: jkv.Result, far: jkv.Result) -> None:
+    assert far.tokens == own.tokens
+    assert far.report.bytes_disk > 0 == far.report.bytes_host and "on disk" in str(far.report)
+    for a, b in zip(own.cache.layers, far.cache.layers, strict=True):
+        for x, y in zip(a.tiers, b.tiers, strict=True):
+            live = (np.asarray(x.pos) >= 0).reshape(-1)
+            for p, q in zip((x.k, x.v), (y.k, y.v), strict=True):
+                q = q.read(jnp.zeros((*q.lines.shape[:2], 1), jnp.int32), q.units) if is_far(q) else q
+                for one, two in zip(*map(jax.tree.leaves, (p, q)), strict=True):
+                    slots = live.size // (one.shape[0] * one.shape[2])
+                    shown = np.broadcast_to(live.reshape(one.shape[0], 1, one.shape[2], slots).any(-1), one.shape[:3])
+                    np.testing.assert_array_equal(np.asarray(one)[shown], np.asarray(two)[shown])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("full()", "host='all'"),
+        (f"int4 | {QUEST})", "host='values'"),
+        (f"int4 | {QUEST})", "host='all', hot=5"),
+        ("kivi(group=16, recent=0)", "host='all'"),
+        ("icecache(pages=3, page=8, sinks=8)", "host='all'"),
+        ("alisa(tokens=16, page=8, window=8, recent=16)", "host='all'"),
+        ("full(block=8, recent=0)", "host='auto', device_bytes=12000"),
+    ],
+)
+def test_codes_on_disk_give_the_cache_and_tokens_of_codes_on_the_device(text: str, more: str, tmp_path):
+    far = ran(f"{text[:-1]}{'' if text[-2] == '(' else ', '}{more}, disk={str(tmp_path)!r})")
+    if text.startswith("full"):  # which has units where it is taken off the device
+        assert far.tokens == ran("full").tokens and far.report.bytes_disk > 0
+        assert "auto" not in more or device_bytes(far.cache.layers) <= 12000
+    else:
+        same(ran(text), far)
+    assert not list(tmp_path.iterdir()) and disk_pages.records(str(tmp_path)).written > 0
+    assert ("hot" in more) == (sum(pages_asked(far.cache)) > 0)
+
+
+def test_a_cache_on_disk_is_a_value_that_another_one_does_not_change(tmp_path):
+    """Two continuations of one cache, each with flushes that write, in turns, and each as if it were alone."""
+    cache, logits = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, room=40)
+    assert disk_bytes(cache.layers) > host_bytes(cache.layers) == 0
+    told = summary(cache).layers[0].parts[1]
+    assert told.codes == cache.on_disk and 0 < told.scales < told.codes / 50  # numbers and sums of records
+
+    def on(cache: Any, first: int, turns: int) -> tuple[Any, list[Any]]:
+        out = []
+        for i in range(turns):
+            cache, logits = jkv.branch(ONE, cache, jnp.full(len(ROWS), (first + i) % ONE.config.vocab, jnp.int32))
+            out.append(np.asarray(logits))
+        return cache, out
+
+    _, alone = on(cache, 5, 20)
+    mine, one = on(cache, 5, 10)
+    on(cache, 60, 20)
+    _, two = on(mine, 15, 10)
+    np.testing.assert_array_equal(np.stack(alone), np.stack(one + two))
+
+
+def test_a_saved_cache_goes_on_in_another_process_where_the_first_one_stopped(tmp_path):
+    disk = tmp_path / "disk"
+    text = f"int4 | {QUEST}, host='all', disk={str(disk)!r})"
+    first = ran(text)
+    jkv.save_cache(first.cache, tmp_path / "cache", ONE)
+    want = jkv.generate(ONE, first.cache, [[5], [6]], max_new_tokens=8, stop_ids=()).tokens
+    disk_pages._OPEN.clear()  # as another process, which has no record
+    again = jkv.load_cache(tmp_path / "cache", ONE)
+    assert disk_bytes(again.layers) == disk_bytes(first.cache.layers)
+    assert jkv.generate(ONE, again, [[5], [6]], max_new_tokens=8, stop_ids=()).tokens == want
+
+
+def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
+    cache, _ = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, room=40)
+    file = disk_pages.records(str(tmp_path)).file.fileno()
+    os.pwrite(file, os.urandom(os.fstat(file).st_size), 0)
+    with pytest.raises(OSError, match="overwritten by newer ones, or are damaged"):
+        jkv.generate(ONE, cache, [[5], [6]], max_new_tokens=8, stop_ids=())
+
+
+def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path, monkeypatch):
+    """As in a batch: what failed before, and elsewhere, is not told in its place."""
+    config = methods.parse(f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})")
+    cache = allocation.empty(config, ONE.config, 1, 64, 8, jnp.float32)
+    disk_pages.FAILED.append(OSError(5, "another failure", "elsewhere"))
+    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left on device: a cache's codes go there; free space"):
+        Cost().run(decode_loop.prefill_own, ONE, cache, jnp.ones((1, 64), jnp.int32))
+
+
+@pytest.mark.slow
+def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the_device_from_disk(tmp_path):
+    rows = [np.random.default_rng(1).integers(0, ONE.config.vocab, 440).tolist()]
+    most = allocation.shaped(methods.parse("full"), ONE.config, 1, 504, 64, jnp.float32).nbytes // 8
+    far = f"full(recent=0, block=8, host='auto', disk={str(tmp_path)!r}, device_bytes={most})"
+    own, far = (ran(text, rows) for text in ("full(recent=0)", far))
+    assert far.tokens == own.tokens
+    assert far.report.bytes_kept - far.report.bytes_disk <= most < own.report.bytes_kept / 7.9
+    assert far.report.bytes_disk >= far.report.bytes_moved > 0 == far.report.bytes_host
+
+
+def test_a_folder_without_codes_and_a_path_that_is_a_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="codes that host= takes off the device"):
+        check(methods.parse("full(disk='somewhere')"), ONE.config)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        allocation.empty(
+            methods.parse(f"full(host='all', disk={str(tmp_path / 'file')!r})"), ONE.config, 1, 40, 8, "float32"
+        )

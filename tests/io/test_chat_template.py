@@ -1,0 +1,152 @@
+"""Chat templates: bounded whatever they do, and what templates of real models use works."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+
+import pytest
+
+from jkv.io import chat_template
+from jkv.io.chat_template import render
+
+A = "'" + "a" * 1024 + "'"
+DOUBLE = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
+TIME = [
+    "{% set s = 'a' * 1048576 %}{% for i in s %}{% for j in s %}{% endfor %}{% endfor %}",
+    "{{ (9 ** 99999) ** 99999 }}",
+    "{{ lipsum(n=10 ** 7) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+]
+MEMORY = [
+    DOUBLE % (A, "ns.x ~ ns.x"),
+    DOUBLE % (A, "ns.x + ns.x"),
+    DOUBLE % ("[1]", "ns.x + ns.x"),
+    DOUBLE % (A, "ns.x.replace('a', ns.x)"),
+    DOUBLE % (A, "[ns.x, ns.x] | join"),
+    DOUBLE % ("{'a': 1}", "{'a': ns.x, 'b': ns.x | string}"),
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '%s' | format('x') }}{{ '%99999999999s' | format(1) }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ 'a'.ljust(10 ** 11) }}",
+    "{{ 'a'.zfill(10 ** 11) }}",
+    "{{ 'a' | center(10 ** 11) }}",
+    "{{ 'a\nb' | indent(10 ** 11) }}",
+    "{{ 'a\tb'.expandtabs(10 ** 11) }}",
+    "{{ ['a', 'b'] | join('x' * 10 ** 10) }}",
+    "{{ [[]] | tojson(indent=10 ** 10) }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ [0] * 10 ** 10 }}",
+    "{{ 1 | round(10 ** 9) }}{{ (10 ** 9).__format__ }}{{ 'x' * 999999999999 }}",
+    "{{ 'x' * 100000000 }}",
+]
+
+
+@pytest.mark.parametrize("template", [*TIME, *MEMORY])
+def test_no_template_takes_more_than_it_is_given(template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    with pytest.raises(ValueError, match="chat template failed"):
+        render(template, {"messages": []})
+    assert render("{{ 1 + 1 }}", {}) == "2"  # and the next one is served
+
+
+def test_a_process_that_is_not_let_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "LOOK", 1e-4)  # however often it is looked at, one that is slow is not ended
+    assert render("{{ 1 }}", {}) == "1"
+    chat_template._CHILD.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(ValueError, match="was stopped"):
+        render("{{ 1 }}", {})
+    assert render("{{ 1 }}", {}) == "1"
+
+
+DIALECT = [
+    ("{% generation %}a{{ 1 }}{% endgeneration %}b", "a1b"),
+    ("{%- for m in messages -%}{% generation %}{{ m.content }}{% endgeneration %}{%- endfor -%}", "é"),
+    ("{{ x | tojson }}", '{"b": "é<", "a": [1, 2]}'),
+    ("{{ x | tojson(ensure_ascii=True) }}", '{"b": "\\u00e9<", "a": [1, 2]}'),
+    ("{{ x | tojson(ensure_ascii=False, sort_keys=True) }}", '{"a": [1, 2], "b": "é<"}'),
+    ("{{ x | tojson(separators=(',', ':')) }}", '{"b":"é<","a":[1,2]}'),
+    ("{{ x.a | tojson(indent=2) }}", "[\n  1,\n  2\n]"),
+    ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "13"),
+    ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+    ("{{ messages[0]['content'] | trim | upper }}{{ messages[-1].role.split('s')[0] }}", "Éu"),
+    ("{% if messages is string %}x{% elif tools is defined %}y{% else %}z{% endif %}", "z"),
+]
+
+
+@pytest.mark.parametrize(("template", "text"), DIALECT)
+def test_what_templates_of_real_models_use_works(template: str, text: str):
+    names = {"x": {"b": "é<", "a": [1, 2]}, "messages": [{"role": "user", "content": "é"}]}
+    assert render(template, names) == text
+
+
+def test_a_template_can_say_the_date():
+    said = render("{{ strftime_now('%Y-%m-%d') }}", {})
+    assert abs((datetime.strptime(said, "%Y-%m-%d") - datetime.now()).days) <= 1
+
+
+def test_texts_go_there_and_back_as_they_are():
+    for text in ("", "a" * 10**6, "é漢🎉\0\r\n\x85\u2028", "\ud800", "</script>&"):
+        assert render("{{ x }}", {"x": text}) == text
+
+
+def test_what_is_no_plain_value_is_refused():
+    with pytest.raises(ValueError, match="texts, numbers, lists and mappings"):
+        render("{{ x }}", {"x": object()})
+
+
+def test_a_template_is_read_once_and_one_process_serves_all():
+    render("{{ 0 }}", {})
+    first = chat_template._CHILD.process
+    deep = "{{ x }}" + "{% if x %}{{ x }}{% endif %}" * 2000
+    start = time.perf_counter()
+    render(deep, {"x": 1})
+    once = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(5):
+        render(deep, {"x": 1})
+    assert (time.perf_counter() - start) / 5 < once / 3
+    assert chat_template._CHILD.process is first
+
+
+def test_threads_get_their_own_answers():
+    got: dict[int, set[str]] = {}
+
+    def ask(i: int) -> None:
+        got[i] = {render("{{ x }}", {"x": f"{i}" * 1000}) for _ in range(20)}
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == {i: {f"{i}" * 1000} for i in range(8)}
+
+
+ENDS = """
+import sys
+sys.path[:] = {path!r}
+from jkv.io import templates
+print(templates.render("{{{{ 1 }}}}", {{}}), templates._CHILD.process.pid, *{{"jax", "jinja2"}} & set(sys.modules))
+"""
+
+
+def test_the_process_ends_with_the_one_that_began_it():
+    code = ENDS.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    said, child, *loaded = done.stdout.split()
+    assert done.returncode == 0 and not done.stderr and said == "1" and "jinja2" not in loaded
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child), 0)
+
+
+def test_the_process_imports_nothing_of_the_runtime():
+    source = (chat_template.Path(chat_template.__file__).with_name("template_child.py")).read_text()
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.M))
+    assert "jinja2" in imported and imported <= {*sys.stdlib_module_names, "jinja2"}

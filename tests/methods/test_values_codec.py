@@ -1,0 +1,53 @@
+"""Keys in the codec of one row, values in that of another."""
+
+from __future__ import annotations
+
+import pytest
+
+from jkv.methods import CATALOGUE, parse
+from jkv.methods.compatibility import check
+from jkv.methods.config import CacheConfig
+from jkv.methods.quantization import Affine, Dense, Float
+from support import rig
+
+ONLY = {"codec", "tiers", "recent", "block"}
+CODES = sorted(name for name, row in CATALOGUE.items() if {*row.axes} & {"codec", "tiers"})
+
+
+def pairs(config: CacheConfig) -> list:
+    return [config.codecs(tier) for tier in config.tiers]
+
+
+def test_keys_of_one_row_meet_values_of_another():
+    mixed = parse("fp8 | values(codec='int4(group=0)')")
+    assert pairs(mixed) == [(Float(), Affine(bits=4))]
+    assert pairs(parse("int8 | values")) == [(Affine(bits=8), Affine(bits=4, group=32))]
+    assert pairs(parse("snapkv(budget=64) | values")) == [(Dense(), Affine(bits=4, group=32))]
+    assert pairs(parse("int8 | values(codec='full')")) == [(Affine(bits=8), Dense())]
+    check(parse("snapkv(budget=64, window=8) | int8 | values"), rig.MODEL)
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: str):
+    text = f"{name}(budget=64)" if CATALOGUE[name].sized else name
+    plain, mixed = parse(text), parse(f"{text} | values(codec='int8')")
+    codes = any(not codec.exact for codec in plain.all_codecs)  # else values alone are coded, in every tier
+    for was, now, old, new in zip(pairs(plain), pairs(mixed), plain.tiers, mixed.tiers, strict=True):
+        exact = codes and all(codec.exact for codec in was)
+        assert now == (was if exact else (was[0], Affine(bits=8)))
+        assert (new.size, new.rope, new.whole) == (old.size, old.rope, old.whole)
+    assert (mixed.recent, mixed.block) == (plain.recent, plain.block)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in CODES if {*CATALOGUE[n].filled} <= ONLY))
+def test_its_own_values_change_nothing(name: str):
+    assert pairs(parse(f"{name} | values(codec={name!r})")) == pairs(parse(name))
+
+
+@pytest.mark.parametrize(
+    ("codec", "why"),
+    [("'zipcache'", "fills score"), ("'snapkv(budget=8)'", "score and budget"), ("3", "a text"), ("'int9'", "int8")],
+)
+def test_what_is_no_way_to_code_is_refused(codec: str, why: str):
+    with pytest.raises(ValueError, match=why):
+        parse(f"int8 | values(codec={codec})")

@@ -1,0 +1,413 @@
+"""The training of each method for `jkv train`: texts, a training run, and a folder of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.eval import quality
+from jkv.eval.results import digest
+from jkv.io import load as loading
+from jkv.io import trained_weights
+from jkv.io.safetensors import write_folder
+from jkv.methods import parse
+from jkv.methods.compatibility import check
+from jkv.methods.eviction import attention_gate as gated_score
+from jkv.methods.eviction import dms as dms_score
+from jkv.methods.eviction import trained_gates as learned_score
+from jkv.methods.eviction.author_gates import Repeated
+from jkv.methods.eviction.trained_gates import Foreseen, Outlook, Retention
+from jkv.methods.eviction.utility import Utility
+from jkv.methods.merging import lococo as blends
+from jkv.methods.prefill.s3attention import Featured
+from jkv.methods.selection.attention_predictor import Forecast
+from jkv.models import FAMILIES, Params
+from jkv.models.weights.params import apart
+from jkv.speculative import redrafter
+from jkv.training.checkpoints import Folder
+from jkv.training.data import corpora as data
+from jkv.training.distillation import kl
+from jkv.training.losses import Batch
+from jkv.training.recipes import (
+    attention_gate,
+    attention_predictor,
+)
+from jkv.training.recipes import (
+    dms as dms_recipe,
+)
+from jkv.training.recipes import (
+    kvzap as kvzap_recipe,
+)
+from jkv.training.recipes import (
+    lococo as lococo_recipe,
+)
+from jkv.training.recipes import (
+    locret as locret_recipe,
+)
+from jkv.training.recipes import redrafter as drafters
+from jkv.training.recipes import s3attention as features_of
+from jkv.training.recipes import (
+    trimkv as trimkv_recipe,
+)
+from jkv.training.recipes import (
+    utility as utility_recipe,
+)
+from jkv.training.recipes import xecomla as latents
+from jkv.training.resumable_search import Measured
+from jkv.training.trainer import Training
+from jkv.utils import console
+from jkv.utils.validation import read_bytes
+
+METHODS: dict[str, Callable[..., None]] = {}
+LOOKS = 4  # small heads of Attention-Gate
+
+
+def method(run: Callable[..., None]) -> Callable[..., None]:
+    METHODS[run.__name__] = run
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every training is given: a model, texts, how many are held back to measure on, a folder."""
+
+    name: str
+    model: str
+    params: Params
+    corpora: tuple[str, ...]
+    texts: int
+    length: int
+    check: int
+    seed: int
+    out: Path
+    resume: bool
+    start: Path | None = None
+
+    def begun(self, score: Any) -> Any:
+        """A score, with the weights to start from if there are some; raises as `learned.trained` and `check`."""
+        if self.start is not None:
+            score = trained_weights.trained(self.start, score)
+            trained_weights.check(score.models, self.params)
+        return score
+
+    def given(self) -> tuple[Batch, tuple[np.ndarray, str] | None]:
+        """Texts to train on, and those that are held back; ValueError before anything is written."""
+        if self.params.config.mixers is not None:
+            raise ValueError(f"{self.model} has blocks that recur, and training takes models that only attend")
+        if "sinks" in self.params.layers[0]:
+            raise ValueError(f"{self.model} has sinks in its softmax, and training takes models without")
+        made = data.texts(self.params, self.corpora, self.length, self.texts, self.seed)
+        if not self.check:
+            return made, None
+        held, source = data.held_back(self.params, self.corpora[0], self.length, self.check, self.seed)
+        if (share := data.in_common(made, held)) > data.MOST:
+            raise ValueError(
+                f"{share:.0%} of {source}, which is held back to measure on, is in the texts to train on: leave out "
+                "the --corpus that has it, or measure nothing, with --check 0"
+            )
+        return made, (held, source)
+
+    def what(self, made: Batch, recipe: Any, **more: Any) -> dict[str, Any]:
+        """All that the result depends on."""
+        return {
+            "method": self.name,
+            "model": trained_weights.identities(self.params)[0],
+            "dtype": str(self.params.embed.dtype),
+            "corpora": list(self.corpora),
+            "texts": [self.texts, self.length, digest([jax.device_get(made.ids).tobytes()])],
+            **more,
+            "recipe": {k: v for k, v in asdict(recipe).items() if k != "every"},
+        }
+
+    def card(self, what: dict[str, Any], folder: Folder) -> dict[str, Any]:
+        named = {"name": self.model, "model": trained_weights.identities(self.params)}
+        return what | named | {"losses": (folder.metrics() or [{}])[-1]}
+
+
+@method
+def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
+    """Retention gates."""
+    recipe = trimkv_recipe.Recipe(**chosen, seed=run.seed)
+    offset = math.log(run.length if recipe.warm else 10 * run.length)  # half faded at the end, or a tenth
+    gate = learned_score.start(run.params.config, width, offset, jax.random.key(recipe.seed))
+    gated(run, recipe, Retention(gate=gate), recipe.budget, width)
+
+
+@method
+def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
+    """Retention gates of layers and heads that compete for one budget."""
+    recipe = trimkv_recipe.Together(**chosen, warm=0, seed=run.seed)
+    gate = learned_score.deeper(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
+    score = Outlook(gate=gate)
+    if not trimkv_recipe.is_tied(run.begun(score).gate):
+        raise ValueError(
+            f"{run.start}: the last products of its gates differ from layer to layer, and makeeach trains one for all "
+            "layers: begin without --start, or go on by `jkv train trimkv --start`, whose gates makeeach takes too"
+        )
+    gated(run, recipe, score, recipe.budget, width)
+
+
+@method
+def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
+    """Heads that foresee what an answer will look at."""
+    recipe = locret_recipe.Recipe(**chosen, seed=run.seed)
+    gate = learned_score.guess(run.params.config, width, jax.random.key(recipe.seed))
+    gated(run, recipe, Foreseen(gate=gate), budget, width, f", local={min(100, budget // 2)}")
+
+
+@method
+def lococo(run: Run, *, width: int, **chosen: Any) -> None:
+    """Mixtures of what a cache loses, half of its budget."""
+    recipe = lococo_recipe.Recipe(**chosen, seed=run.seed)
+    if not width % 2 or not 2 <= recipe.budget <= recipe.chunk:
+        raise ValueError(
+            f"width={width}, budget={recipe.budget}, chunk={recipe.chunk}: an odd number of entries, 2 tokens or more, "
+            "and pieces of no fewer"
+        )
+    gate = blends.start(run.params.config, recipe.budget // 2, width, jax.random.key(recipe.seed))
+    gated(run, recipe, blends.Mixtures(gate=gate), recipe.budget, width, f", chunk={recipe.chunk}")
+
+
+def gated(run: Run, recipe: Any, score: Any, budget: int, width: int, settings: str = "") -> None:
+    """Weights that are measured at a budget beside the newest tokens; settings: more of that cache."""
+    own = f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})"
+    caches = ("full", f"streaming(budget={budget})", own)
+    fitted(run, recipe, score, caches, {"width": width}, {"budget": budget})
+
+
+def fitted(
+    run: Run,
+    recipe: Any,
+    score: Any,
+    caches: tuple[str, ...],
+    more: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Trains a score's gate, writes it, and measures it through these caches.
+
+    The last is what is trained; more: what the result depends on beside the recipe; about: what the card says of
+    the measurement.
+    """
+    score = run.begun(score)
+    made, held = run.given()
+    for known in caches[:-1] if run.check else ():  # before hours of work
+        check(parse(known), run.params.config)
+    begun = {}
+    if run.start is not None:
+        begun["start"] = digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])
+    what = run.what(made, recipe, **begun, **(more or {}))
+    with Folder(run.out, what, run.resume) as folder:
+        with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
+            score = Training(run.params, made, recipe, folder, say).run(score).score
+        with console.status("what came of it"):
+            arrays = vars(recipe.finished(run.params, made, score).gate)
+        card = run.card(what, folder)
+        trained_weights.write(run.out, arrays, card)
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            unseen = Batch(ids=jnp.asarray(held[0]), pos=jnp.asarray(np.indices(held[0].shape, np.int32)[1]))
+            card["eval"] = (about or {}) | recipe.explained(run.params, unseen, score)
+            card["eval"] |= perplexities(run.params, held, caches)
+            trained_weights.write(run.out, arrays, card)
+
+
+def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str, ...]) -> dict[str, Any]:
+    """Perplexity of the last eighth of held-back texts through each cache, as `jkv eval ppl` measures it."""
+    (ids, source), found = held, {}
+    about = quality.Texts(ids, ids.shape[1] * 7 // 8)
+    for cache in caches:
+        name = cache.partition("(")[0]
+        found[name] = quality.perplexity(params, parse(cache), about)["ppl"]
+        print(f"{source}, {name}: perplexity {found[name]}")
+    return {"source": source, "samples": len(ids), "prefix": about.prefix, "ppl": found}
+
+
+@method
+def dms(run: Run, **chosen: Any) -> None:
+    """Switches of delayed eviction."""
+    recipe = dms_recipe.Recipe(**chosen, seed=run.seed)
+    score = dms_score.Delayed(window=recipe.window, gate=dms_score.start(run.params.config))
+    own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
+    fitted(run, recipe, score, ("full", own))
+
+
+@method
+def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
+    """Flags by a look at the whole prompt."""
+    recipe = attention_gate.Recipe(**chosen, seed=run.seed)
+    if not 0 < recipe.share <= 1 or recipe.price <= 0:
+        raise ValueError(
+            f"share={recipe.share}, price={recipe.price}: the share of a prompt's tokens that is to stay, above 0 and "
+            "at most 1, and what they cost, above 0"
+        )
+    offset = 0.5 if recipe.warm else 2.0  # a layer alone goes farther
+    gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
+    own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
+    fitted(run, recipe, gated_score.Gated(gate=gate), ("full", own), {"width": width})
+
+
+@method
+def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
+    """Surrogates of what a repetition looks at."""
+    recipe = kvzap_recipe.Recipe(**chosen, seed=run.seed).checked(run.length)
+    kvzap_recipe.request(run.params, run.length)  # what came of it is asked so too, after hours of work
+    gate = kvzap_recipe.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
+    gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
+
+
+@method
+def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int, **chosen: Any) -> None:
+    """What a question may look up and what the next lines need, in one contest of all layers and heads."""
+    recipe = utility_recipe.Recipe(**chosen, seed=run.seed).checked(run.length)
+    score, more = Utility(), {}
+    if run.start is not None and (foreseen or fading):
+        raise ValueError("--start has both gates: leave out --foreseen and --fading")
+    if run.start is None:
+        score = Utility(gate=utility_recipe.begun(run.params, foreseen, fading))
+        more = {"gates": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
+    own = f"utility(budget={budget}, window={recipe.window}, gate={str(run.out)!r})"
+    fitted(run, recipe, score, ("full", f"streaming(budget={budget})", own), more, {"budget": budget})
+
+
+@method
+def s3attention(run: Run, *, layer: list[int] | None, features: int, active: int, **chosen: Any) -> None:
+    """Dictionaries of sparse features of a few layers' keys and queries."""
+    depth = run.params.config.layers
+    layers = tuple(sorted(set(layer or (0, depth // 6, depth // 5))))
+    if not 0 <= layers[0] <= layers[-1] < depth or not active <= features:
+        raise ValueError(
+            f"layer={list(layers)}, features={features}, active={active}: of 0 to {depth - 1}, and no more of a token "
+            "than there are"
+        )
+    recipe = features_of.Recipe(**chosen, layers=layers, seed=run.seed)
+    made, _ = run.given()
+    gate = features_of.start(run.params, made, layers, features, active, jax.random.key(recipe.seed))
+    window = max(min(64, run.length // 8), 1)
+    tokens = max(run.length // 4, 2 * window)
+    own = f"s3attention(tokens={tokens}, window={window}, span={min(32, window)}, gate={str(run.out)!r})"
+    more = {"features": features, "active": active}
+    fitted(run, recipe, Featured(tokens=tokens, gate=gate), ("full", own), more, {"tokens": tokens})
+
+
+@method
+def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
+    """A forecast of attention, and its baseline."""
+    recipe, select = attention_predictor.Recipe(**chosen, seed=run.seed), Forecast(unit=page)
+    made, held = run.given()
+    attention_predictor.check(run.params, made, select, recipe)
+    what = run.what(made, recipe, page=page)
+    with Folder(run.out, what, run.resume) as folder:
+        every = gathered(run.params, made, select, recipe)
+        line = attention_predictor.least_squares(every)
+        with console.progress(recipe.steps) as say:
+            net = attention_predictor.Training(every, line, recipe, folder, say).run()
+        card = run.card(what, folder)
+        arrays = vars(net) | {attention_predictor.BASELINE: line.weights}
+        trained_weights.write(run.out, arrays, card)
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            ids, source = jnp.asarray(held[0]), held[1]
+            pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
+            unseen, ranks = gathered(
+                run.params,
+                Batch(ids=ids, pos=pos),
+                select,
+                recipe,
+                lambda *seen: (attention_predictor.moments(*seen), attention_predictor.others(*seen)),
+            )
+            ranks |= {
+                kind: attention_predictor.forecast(of, jnp.asarray(unseen.x), jnp.asarray(unseen.use))
+                for kind, of in ((attention_predictor.BASELINE, line), ("conv", net))
+            } | {"best": unseen.mass}
+            shares = {
+                kind: {
+                    pages: round(float(attention_predictor.recovered(rank, unseen, pages)), 4)
+                    for pages in (4, 8, 16, 32)
+                }
+                for kind, rank in ranks.items()
+            }
+            card["eval"] = {"source": source, "samples": len(ids), "recovered": shares}
+            trained_weights.write(run.out, arrays, card)
+            print(f"{source}, share of the next query's attention in so many pages: {shares}")
+
+
+@method
+def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float, **chosen: Any) -> None:
+    """A small network that guesses what this model says."""
+    recipe = drafters.Recipe(**chosen, seed=run.seed)
+    if not 0 <= prompt < run.length or temperature < 0:
+        raise ValueError(
+            f"prompt={prompt}, length={run.length}, temperature={temperature}: tokens to begin with (0: all), a longer "
+            "text, and a temperature of 0 or more"
+        )
+    if recipe.ahead >= run.length:
+        raise ValueError(f"ahead={recipe.ahead}, length={run.length}: give a longer text, or fewer tokens ahead")
+    size, width = min(words, run.params.config.vocab), run.params.config.width
+    inner = drafters.inner(width, read_bytes(bytes), size)
+    texts, held = run.given()
+    begun = drafters.cut(texts, prompt)
+    own = {"bytes": bytes, "words": words, "width": inner, "prompt": prompt, "temperature": temperature}
+    what = run.what(texts, recipe, **own)
+    with Folder(run.out, what, run.resume) as folder:
+        said = ("model", "dtype", "texts", "prompt", "temperature")
+        kept = Measured(folder.path / "continued.json", {k: what[k] for k in said} | {"seed": run.seed})
+        with console.progress(len(drafters.pieces(begun))) as say:
+            texts = drafters.continued(run.params, begun, temperature, run.seed, kept, say)
+        known = drafters.commonest(texts, run.params.config.vocab, size)
+        ends = redrafter.ends(run.params, known)
+        with console.progress(recipe.steps) as say:
+            made = drafters.Guessing(ends.bare, texts, recipe, folder, say, model=run.params, ends=ends)
+            net = made.run(drafters.start(width, inner, run.seed)).score
+        card = run.card(what, folder) | {"tokens": int((np.asarray(texts.ids) >= 0).sum())}
+        arrays = redrafter.packed(net, known)
+        trained_weights.write(run.out, arrays, card, redrafter.wide)
+        print(f"learned: {run.out}\ndrawn: {folder.draw()}")
+        if held is not None:
+            card["eval"] = agreed(run, held, recipe.ahead)
+            trained_weights.write(run.out, arrays, card, redrafter.wide)
+
+
+def agreed(run: Run, held: tuple[np.ndarray, str], ahead: int) -> dict[str, Any]:
+    """How often a drafter's guesses, in texts that are held back, are what the model says."""
+    (ids, source), made = held, redrafter.Distilled(run.params, str(run.out))
+    unseen = Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.indices(ids.shape, np.int32)[1]))
+    found = drafters.agreement(run.params, made.net, made.ends, unseen, ahead)
+    shares = ", ".join(f"{x:.1%}" for x in found["greedy"])
+    print(f"{source}: of its first guesses, second ones and so on, so many are what the model says: {shares}")
+    return {"source": source, "samples": len(ids), **found}
+
+
+@method
+def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: Any) -> None:
+    """The model with latents for keys and values: a folder that `jkv.load` takes."""
+    recipe = kl.Recipe(**chosen, seed=run.seed)
+    config = latents.config_of(loading.read(run.model).config, rank, rope_dim, query_rank or None)
+    student = latents.converted(run.params, config)
+    texts, held = run.given()
+    what = run.what(texts, recipe, rank=rank, rope_dim=rope_dim, query_rank=query_rank)
+    with Folder(run.out, what, run.resume) as folder:
+        bare, score = replace(student, layers=()), latents.trained(student)
+        with console.progress(recipe.steps) as say:
+            made = kl.Distilling(bare, texts, recipe, folder, say, model=run.params)
+            student = kl.whole(bare, made.run(score).score)
+        tensors = apart(student, FAMILIES[student.config.family].TENSORS)
+        write_folder(run.out, config, tensors, run.params.tokenizer)
+        told = (
+            f"{student.config.cached} numbers a token and layer, {run.params.config.heads * run.params.config.cached}"
+        )
+        print(f"model: {run.out} ({told} before)\ndrawn: {folder.draw()}")
+        if held is not None:
+            for params in (run.params, student):
+                print(f"{params.config.family}:")
+                perplexities(params, held, ("full",))
+
+
+def gathered(params: Params, *given: Any) -> Any:
+    return jax.tree.map(lambda *x: np.concatenate(x), *attention_predictor.collect(params, *given))

@@ -1,0 +1,1 @@
+"""Training data: corpora, synthetic requests and look-ups."""

@@ -1,0 +1,202 @@
+"""Suffix distillation: a prefix is read dense and compressed once, as a cache does it, and what follows judges it.
+
+The last tokens of a text attend to the prefix with a bias on its keys that stands for what the cache holds, and to each
+other. So a gradient goes through these tokens alone, and the loss is what deployment pays. The prefix is the same in
+every step that takes a text, and is remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jkv.arrays.pytree import part, value
+from jkv.attention.dense import attend_window
+from jkv.attention.mask import causal
+from jkv.models import Params, family
+from jkv.training import trainer
+from jkv.training.losses import Batch, Teacher, distil, drawn, teach
+from jkv.training.optimizer import adamw, cosine
+
+SINKS = 4  # first tokens, which are held in any case
+SHARES = (1 / 8, 1 / 2)  # of a prefix, that a cache holds in a step
+HALVINGS = 30  # of the interval in which a threshold lies
+LEAST = 1e-12  # of a sum of slopes
+
+
+@value
+class Prefix:
+    """What each layer of a text has: x f[B,L,T,E] normed inputs, k and v f[B,L,H,T,D], k rotated."""
+
+    x: Array
+    k: Array
+    v: Array
+
+
+@part
+class Recipe(trainer.Recipe):
+    """`steps` by what the last `answer` tokens of a text lose, if a cache holds a share of the others.
+
+    The share is drawn between SHARES; held are the newest `window`, and who wins a contest of all layers and heads,
+    whose border is `kappa` nats wide. Offsets move `offsets` times as fast. A method says what it learns layer by layer
+    before, in `warm` passes.
+    """
+
+    warm: int = 0
+    window: int = 32
+    answer: int = 128
+    kappa: float = 0.5
+    offsets: float = 30.0
+
+    def checked(self, length: int) -> Self:
+        """ValueError where texts of that length leave no token that a cache could lose."""
+        if self.steps and length <= (fixed := self.answer + self.window + SINKS):
+            raise ValueError(
+                f"length={length}: the last {self.answer} tokens judge the others, of which the newest {self.window} "
+                f"and the first {SINKS} stay in any case; give --length above {fixed}, or less --answer or --window"
+            )
+        return self
+
+    def tune(self) -> Any:
+        faster = optax.stateless(lambda change, _: self.quick(change, lambda x: x * self.offsets))
+        return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
+
+    def quick(self, score: Any, change: Any) -> Any:
+        """A score, or what its weights change by, with other offsets."""
+        return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
+
+    def worth(self, score: Any, held: Prefix, live: Array) -> Array:
+        """s f32[L,B,H,T], in nats, of the tokens of a prefix bool[B,T]: who wins the contest."""
+        raise NotImplementedError
+
+    def lesson(self, params: Params, batch: Batch) -> tuple[Prefix, Teacher]:
+        return lesson(params, batch, self.answer, self.top)
+
+    def loss(
+        self, score: Any, params: Params, batch: Batch, teacher: tuple[Prefix, Teacher], step: Array, key: Array
+    ) -> trainer.Told:
+        """KL(teacher || student) of the last tokens, nats."""
+        first, second = jax.random.split(key)
+        (held, told), (live, rest) = teacher, cut(batch, self.answer)
+        low, high = (np.log(x) for x in SHARES)
+        share = jnp.exp(jax.random.uniform(first, live.shape[:1], minval=low, maxval=high))
+        logit, safe = chosen(self.worth(score, held, live), live, share, self.window, self.kappa)
+        added = jnp.where(safe[None, :, None], 0, jax.nn.log_sigmoid(drawn(logit, second)))
+        kl, ce = distil(params, after(params, held, live, rest, added), rest, told)
+        return kl, {"loss": kl, "ce": ce}
+
+
+@partial(jax.jit, static_argnames=("n", "k"))
+def lesson(params: Params, batch: Batch, n: int, k: int) -> tuple[Prefix, Teacher]:
+    """The dense pass: what a text's tokens are, in float16, and what the full model says of the last n, in k tokens."""
+    held, x = prefix(params, batch)
+    at = cut(batch, n)[1].pos
+    return jax.tree.map(lambda y: y.astype(jnp.float16), held), teach(
+        params, jnp.take_along_axis(x, at[..., None], 1), k
+    )
+
+
+def cut(batch: Batch, n: int) -> tuple[Array, Batch]:
+    """bool[B,T]: the tokens before the last `n` of each row, and the last n as rows of their own."""
+    size = (batch.pos >= 0).sum(1)
+    at = jnp.maximum(size - n, 0)[:, None] + jnp.arange(n, dtype=size.dtype)[None]
+    ids, pos = (jnp.take_along_axis(y, at, 1) for y in (batch.ids, batch.pos))
+    return (batch.pos >= 0) & (batch.pos < at[:, :1]), Batch(ids=ids, pos=pos)
+
+
+def prefix(params: Params, batch: Batch) -> tuple[Prefix, Array]:
+    """The dense pass over a text, without a gradient, and x f[B,T,E] after the last layer."""
+    c, net, pos = params.config, family(params.config), batch.pos
+    x, found = net.embed(params, jnp.maximum(batch.ids, 0)), []
+    for i in range(c.layers):
+
+        def attend(_: int, a: Any, i: int = i) -> tuple[Array, Any]:
+            rope = c.ropes[i]
+            q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
+            o = attend_window(q, k, a.v, causal(pos, c.windows[i]), pos, c.scale).finish()
+            return o, (a.x, k, a.v)
+
+        x, own = net.layer(params, i, x, pos, attend)
+        found.append(own)
+    xs, ks, vs = (jax.lax.stop_gradient(jnp.stack(y, 1)) for y in zip(*found, strict=True))
+    return Prefix(x=xs, k=ks, v=vs), x
+
+
+def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) -> Array:
+    """x f[B,n,E] after the last layer of the tokens that follow a prefix, whose keys have f32[L,B,H,T] on their logits.
+
+    live bool[B,T]: which are of the prefix.
+
+    Layers are computed again in the backward pass.
+    """
+    c, net, n = params.config, family(params.config), rest.ids.shape[1]
+    earlier = jnp.tril(jnp.ones((n, n), bool))
+
+    def attend(i: int, a: Any, bias: Array) -> tuple[Array, None]:
+        rope, pos, window = c.ropes[i], rest.pos, c.windows[i]
+        q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
+        at = jnp.where(live, jnp.cumsum(live, 1) - 1, -1)
+        see = (at >= 0)[:, None] & (True if window is None else pos[:, :, None] - at[:, None] < window)
+        mine = earlier[None] & (True if window is None else pos[:, :, None] - pos[:, None] < window)
+        before = jnp.einsum("bhgnd,bhtd->bhgnt", q, held.k[:, i].astype(jnp.float32)) * c.scale + bias[:, :, None, None]
+        own = jnp.einsum("bhgnd,bhtd->bhgnt", q, k) * c.scale
+        logits = jnp.concatenate(
+            [jnp.where(see[:, None, None], before, -1e30), jnp.where(mine[:, None, None], own, -1e30)], -1
+        )
+        v = jnp.concatenate([held.v[:, i].astype(jnp.float32), a.v.astype(jnp.float32)], 2)
+        return jnp.einsum("bhgnt,bhtd->bhgnd", jax.nn.softmax(logits, -1), v), None
+
+    x = net.embed(params, jnp.maximum(rest.ids, 0))
+    for i in range(c.layers):
+        block = jax.checkpoint(
+            lambda params, x, bias, i=i: net.layer(params, i, x, rest.pos, lambda i, a: attend(i, a, bias))[0]
+        )
+        x = block(params, x, added[i])
+    return x
+
+
+def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
+    """(s - threshold) / kappa, f32[L,B,H,T]: the threshold f32[B] where sigmoid of it sums to `total` f32[B].
+
+    Over all that bool[L,B,H,T] is free to leave, 0 where nothing is. The threshold moves with s, as it does in a
+    contest: by the mean of ds that the sigmoid's slopes weigh, so that the sum stays. Were it fixed, every token would
+    gain by a larger s, and what is learned would be who is near the threshold.
+    """
+    fixed = jax.lax.stop_gradient(s)
+    some = free.any((0, 2, 3))
+    low = jnp.where(some, jnp.where(free, fixed, jnp.inf).min((0, 2, 3)) - 30 * kappa, 0)
+    high = jnp.where(some, jnp.where(free, fixed, -jnp.inf).max((0, 2, 3)) + 30 * kappa, 0)
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        open_ = jnp.where(free, jax.nn.sigmoid((fixed - middle[None, :, None, None]) / kappa), 0).sum((0, 2, 3))
+        return jnp.where(open_ > total, middle, low), jnp.where(open_ > total, high, middle)
+
+    low, high = jax.lax.fori_loop(0, HALVINGS, halve, (low, high))
+    level = ((low + high) / 2)[None, :, None, None]
+    open_ = jax.nn.sigmoid((fixed - level) / kappa)
+    slope = jnp.where(free, open_ * (1 - open_), 0)
+    moved = (slope * (s - fixed)).sum((0, 2, 3), keepdims=True) / jnp.maximum(
+        slope.sum((0, 2, 3), keepdims=True), LEAST
+    )
+    return (s - level - moved) / kappa
+
+
+def chosen(s: Array, live: Array, share: Array, window: int, kappa: float) -> tuple[Array, Array]:
+    """Logits f32[L,B,H,T] that a token is held, in a contest of all layers and heads for a `share` f32[B] of the live
+    tokens bool[B,T]; and bool[B,T] of those that are held in any case: the first SINKS and the newest `window`.
+    """
+    size, at = live.sum(1), jnp.cumsum(live, 1) - 1
+    safe = live & ((at < SINKS) | (at >= (size - window)[:, None]))
+    free = jnp.broadcast_to((live & ~safe)[None, :, None], s.shape)
+    heads = s.shape[0] * s.shape[2]
+    total = heads * jnp.maximum(share * size.astype(jnp.float32) - safe.sum(1).astype(jnp.float32), 0)
+    return above(s, free, total, kappa), safe

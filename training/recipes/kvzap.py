@@ -1,0 +1,281 @@
+"""Training KVzap's surrogates: small models that foresee who will look at a token. No gradient goes through the model.
+
+A text is read, and repeated by the model as the answer to a request. With a the softmax of a query j over all that it
+sees, g the query heads of a kv head, a token i of the text is worth to it
+
+    s_i = max(max over g, j of a_gji in the repetition, own sum over g, j of a_gji in the text, j > i + window)
+
+so what is looked at once by who copies it, or often by who goes on. The surrogate estimates y = log s from the block's
+normed input by least squares, in closed form (of one layer), or by AdamW (of two). Sources: KVzap (2601.07891), whose
+authors weigh attention by what a value adds, which here predicts text less well; the text's own queries: Fast KVzip
+(2601.17668), there their maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.online_softmax import with_sinks
+from jkv.arrays.pytree import part, value
+from jkv.attention.dense import attend_window
+from jkv.attention.mask import causal, visible
+from jkv.methods.eviction.author_gates import Linear, Repeated, Surrogate
+from jkv.methods.prefill.probes import AGAIN, answering, within
+from jkv.models import ModelConfig, Params, family
+from jkv.training.calibrate.heads import layers
+from jkv.training.distillation import suffix
+from jkv.training.losses import Batch
+from jkv.training.optimizer import adamw, advance, cosine
+
+TILE = 128  # queries whose logits exist at once
+LEAST = 1e-20  # what a token is worth that no query looks at
+RIDGE = 1.0  # of the closed form, on the sum of squares of inputs: the paper's
+
+
+@part
+class Recipe(suffix.Recipe):
+    """How surrogates are trained: `warm` passes over the tokens of all texts, layer by layer, `tokens` a step.
+
+    early: their peak rate; a width of 0: in closed form. own: the weight of what the text's own queries pay together,
+    those more than `window` tokens after a key. Then `steps` by suffix distillation.
+    """
+
+    warm: int = 15
+    early: float = 2e-3
+    tokens: int = 2048
+    width: int = 72
+    own: float = 1 / 12
+
+    def warmed(self, params: Params, texts: Batch, score: Repeated, done: int) -> Iterator[tuple[Repeated, np.ndarray]]:
+        gate, live = score.weights, np.asarray(texts.pos) >= 0
+        if not self.warm or done == params.config.layers:
+            return
+        for i, x, y in lessons(params, texts, self, done):
+            key = jax.random.fold_in(jax.random.key(self.seed), i)
+            made = fit(of_layer(gate, i), x[live], y[live], key, self) if self.width else solve(x[live], y[live])
+            gate = jax.tree.map(lambda a, b: a.at[i].set(b), gate, made[0])  # noqa: B023
+            yield replace(score, gate=gate), np.asarray(made[1])
+
+    def worth(self, score: Repeated, held: suffix.Prefix, live: Array) -> Array:
+        return jnp.stack([of_layer(score.weights, i)(held.x[:, i]) for i in range(held.x.shape[1])])
+
+    def explained(self, params: Params, texts: Batch, score: Repeated) -> dict[str, Any]:
+        return explained(params, texts, score, self)
+
+
+@value
+class Read:
+    """What a text and its repetition are: ids and pos i32[1,S], -1 in the padding; repeated bool[S]: the repetition.
+
+    The text comes first, and its padding between it and the request.
+    """
+
+    ids: Array
+    pos: Array
+    repeated: Array
+
+
+def request(params: Params, length: int) -> list[int]:
+    """The tokens that ask for a repetition of a text of `length` tokens; ValueError beyond the model's context."""
+    ask = [*within(params, AGAIN), *within(params, answering(params))]
+    if (size := 2 * length + len(ask)) > params.config.context:
+        raise ValueError(
+            f"length={length}: a text, the request to repeat it and the repetition are {size} tokens, and the model's "
+            f"context is {params.config.context}; give --length {(params.config.context - len(ask)) // 2} or less"
+        )
+    return ask
+
+
+def read(params: Params, texts: Batch) -> list[Read]:
+    """Each text, a request to repeat it, and the repetition, of one length; ValueError beyond the model's context."""
+    ids = np.asarray(texts.ids)
+    t, made = ids.shape[1], []
+    ask = request(params, t)
+    size = 2 * t + len(ask)
+    for row in ids:
+        text = row[row >= 0].tolist()
+        whole = np.full(size, -1, np.int32)
+        whole[: len(text)] = text
+        whole[t : t + len(ask) + len(text)] = [*ask, *text]
+        pos = np.where(whole >= 0, np.cumsum(whole >= 0) - 1, -1)
+        after = np.arange(size) >= t + len(ask)
+        made.append(
+            Read(
+                ids=jnp.asarray(whole[None]),
+                pos=jnp.asarray(pos[None].astype(np.int32)),
+                repeated=jnp.asarray(after & (whole >= 0)),
+            )
+        )
+    return made
+
+
+@partial(jax.jit, static_argnames=("kind", "t", "window"))
+def taught(
+    params: Params, x: Array, one: Read, kind: int, t: int, window: int
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """x f[1,S,E] after the only layer in `params`; of the text's T = t tokens the normed input [T,E], and `looked`."""
+    c, pos = params.config, one.pos
+
+    def attend(_: int, a: Any) -> tuple[Array, Any]:
+        rope = c.ropes[kind]
+        q, k = rope.rotate(a.q, pos[:, None, None]), rope.rotate(a.k, pos[:, None])
+        found = with_sinks(attend_window(q, k, a.v, causal(pos, c.windows[kind]), pos, c.scale), a.sinks)
+        looks = looked(q[0], k[0, :, :t], found.lse[0], one, c.scale, window, c.windows[kind])
+        return found.finish(), (a.x[0, :t], *looks)
+
+    return family(c).layer(params, 0, x, pos, attend)
+
+
+def looked(
+    q: Array, k: Array, lse: Array, one: Read, scale: Any, window: int, sliding: int | None
+) -> tuple[Array, Array]:
+    """f32[H,T] of keys k f[H,T,D]: the most attention of a query in the repetition, and the sum of the text's own.
+
+    q f[H,G,S,D] rotated, lse f32[H,G,S]; sliding: the window of the layer's attention. A tile of queries at a time.
+    """
+    t, size = k.shape[1], q.shape[2]
+    n = -(-size // TILE)
+
+    def padded(y: Array, axis: int, fill: Any) -> Array:
+        widths = [(0, n * TILE - size if i == axis else 0) for i in range(y.ndim)]
+        return jnp.pad(y, widths, constant_values=fill)
+
+    q, lse, pos = padded(q, 2, 0), padded(lse, 2, 0), padded(one.pos[0], 0, -1)
+    again, text = padded(one.repeated, 0, False), jnp.arange(n * TILE) < t
+
+    def tile(found: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+        asked, total, at, in_repetition, in_text = (
+            jax.lax.dynamic_slice_in_dim(y, start, TILE, axis)
+            for y, axis in ((q, 2), (lse, 2), (pos, 0), (again, 0), (text, 0))
+        )
+        see = visible(at[None], one.pos[:, None, :t], sliding)[0, 0] & (at >= 0)[:, None]
+        logits = jnp.einsum("hgnd,htd->hgnt", asked, k, preferred_element_type=jnp.float32) * scale
+        p = jnp.where(see[None, None], jnp.exp(jnp.where(see[None, None], logits - total[..., None], 0)), 0)
+        late = in_text[:, None] & (at[:, None] - one.pos[:, :t] > window)
+        once = jnp.where(in_repetition[None, None, :, None], p, 0).max((1, 2))
+        often = jnp.where(late[None, None], p, 0).sum((1, 2))
+        return (jnp.maximum(found[0], once), found[1] + often), None
+
+    first = jnp.zeros((k.shape[0], t))
+    return jax.lax.scan(tile, (first, first), jnp.arange(n) * TILE)[0]
+
+
+def lessons(
+    params: Params, texts: Batch, recipe: Recipe, done: int = 0
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The number of each layer from `done` on, the normed inputs f[N,T,E] of all texts there, and y f32[N,T,H].
+
+    All texts go through a layer before the next: what is in memory is a layer's, and the texts' inputs of it.
+    """
+    rows, t = read(params, texts), texts.ids.shape[1]
+    xs = [family(params.config).embed(params, jnp.maximum(one.ids, 0)) for one in rows]
+    for i, single, kind in layers(params):
+        found = []
+        for n, one in enumerate(rows):
+            xs[n], (x, once, often) = taught(single, xs[n], one, kind, t, recipe.window)
+            if i >= done:
+                worth = np.maximum(once, recipe.own * np.asarray(often))
+                found.append((np.asarray(x, np.float32), np.log(np.maximum(worth, LEAST)).T))
+        if i >= done:
+            yield i, np.stack([x for x, _ in found]), np.stack([y for _, y in found])
+
+
+def of_layer(gate: Any, i: int) -> Any:
+    """The surrogate of one layer."""
+    return jax.tree.map(lambda a: a[i], gate)
+
+
+def start(model: ModelConfig, width: int, key: Array) -> Surrogate | Linear:
+    """Surrogates that know nothing yet; of one layer where the width is 0.
+
+    >>> from jkv import models
+    >>> start(models.read_config(models.TINY), 8, jax.random.key(0)).out.shape
+    (2, 2, 8)
+    """
+    first, second = jax.random.split(key)
+    n, heads, e = model.layers, model.heads, model.width
+    if not width:
+        return Linear(out=jnp.zeros((n, heads, e)), offset=jnp.zeros((n, heads)))
+    return Surrogate(
+        into=jax.random.normal(first, (n, width, e)) / e**0.5,
+        bias=jnp.zeros((n, width)),
+        out=jax.random.normal(second, (n, heads, width)) / width**0.5,
+        offset=jnp.zeros((n, heads)),
+    )
+
+
+def solve(x: np.ndarray, y: np.ndarray) -> tuple[Linear, np.ndarray]:
+    """A layer's surrogate of one layer, the ridge regression of y f[N,H] on x f[N,E], and its mean squared error."""
+    mean, level = x.mean(0, dtype=np.float64), y.mean(0, dtype=np.float64)
+    a, b = (x - mean).astype(np.float64), y - level
+    out = np.linalg.solve(a.T @ a + RIDGE * np.eye(x.shape[1]), a.T @ b).T
+    error = np.square(a @ out.T - b).mean()
+    made = Linear(out=jnp.asarray(out, jnp.float32), offset=jnp.asarray(level - out @ mean, jnp.float32))
+    return made, np.array([error])
+
+
+def fit(gate: Surrogate, x: np.ndarray, y: np.ndarray, key: Array, recipe: Recipe) -> tuple[Surrogate, Array]:
+    """A layer's surrogate of two layers, by the least squares of y f[N,H] from x f[N,E], and the losses of its steps.
+
+    It learns y by one mean and one deviation of all heads of the layer, which its last product then gives back.
+    """
+    mean, deviation = float(y.mean(dtype=np.float64)), float(y.std(dtype=np.float64)) or 1.0
+    gate, losses = _fitted(gate, jnp.asarray(x), jnp.asarray((y - mean) / deviation), key, recipe)
+    gate = replace(gate, out=gate.out * deviation, offset=gate.offset * deviation + mean)
+    return gate, losses * deviation**2
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def _fitted(gate: Surrogate, x: Array, y: Array, key: Array, recipe: Recipe) -> tuple[Surrogate, Array]:
+    n = x.shape[0]
+    size = min(recipe.tokens, n)
+    steps = recipe.warm * max(n // size, 1)
+    tune = adamw(cosine(recipe.early, steps // 20 + 1, steps), recipe.clip, 0.01)
+
+    def loss(gate: Surrogate, at: Array) -> Array:
+        return jnp.square(gate(x[at][None])[0].T - y[at]).mean()
+
+    def step(carry: Any, key: Array) -> tuple[Any, Array]:
+        gate, moments = carry
+        told, slope = jax.value_and_grad(loss)(gate, jax.random.randint(key, (size,), 0, n))
+        return advance(tune, slope, moments, gate), told
+
+    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), jax.random.split(key, steps))
+    return gate, losses
+
+
+def explained(params: Params, texts: Batch, score: Repeated, recipe: Recipe) -> dict[str, Any]:
+    """What a surrogate explains of texts: R2 of each kv head [L][H], and the overlap of the best quarter of all tokens.
+
+    The overlap is of the tokens of all layers and heads of a text, which compete: the share of those that y puts into
+    the best quarter, `best`, and by head, `by_head`, where the head has any.
+    """
+    gate, of_layers = score.weights, []
+    for i, x, y in lessons(params, texts, recipe):
+        of_layers.append((np.asarray(of_layer(gate, i)(jnp.asarray(x))).swapaxes(1, 2), y))
+    live = np.asarray(texts.pos) >= 0
+    said, y = (np.stack([layer[k] for layer in of_layers], 1) for k in (0, 1))  # [N,L,T,H]
+    used = np.broadcast_to(live[:, None, :, None], y.shape)
+    mean = np.where(used, y, 0).sum((0, 2), keepdims=True) / used.sum((0, 2), keepdims=True)
+    off, spread = (np.where(used, np.square(a), 0).sum((0, 2)) for a in (said - y, y - mean))
+    wanted, chosen = (np.stack([_quarter(a, u) for a, u in zip(z, used, strict=True)]) for z in (y, said))
+    both, every = ((wanted & a).sum((0, 2)) for a in (chosen, wanted))
+    return {
+        "r2": (1 - off / np.maximum(spread, 1e-30)).round(3).tolist(),
+        "best": round(float(both.sum() / every.sum()), 4),
+        "by_head": (both / np.maximum(every, 1)).round(3).tolist(),
+    }
+
+
+def _quarter(x: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """The best quarter of the used entries."""
+    least = np.quantile(x[used], 0.75)
+    return used & (x > least)

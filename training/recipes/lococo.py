@@ -1,0 +1,125 @@
+"""Training LoCoCo's mixtures, layer by layer: no gradient goes through the model.
+
+A layer reads a text in pieces and melts what it holds after each, as the cache does. Its loss is how far the attention
+o_t of later queries over what is left is from that over everything, as a part of the latter:
+
+    loss = sum_t |o_t - o*_t|^2 / sum_t |o*_t|^2
+
+A piece's keys and values are given to the next melting without a gradient, as in the paper. The loss is ours; the
+paper's is the model's own, for a model that is trained along. Source: LoCoCo (2406.05317).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.gather import put, take, take_along
+from jkv.arrays.pytree import part
+from jkv.attention.dense import attend_window
+from jkv.attention.mask import causal, visible
+from jkv.methods.merging.lococo import Blend, Mixtures, arranged
+from jkv.models import Params
+from jkv.training import trainer
+from jkv.training.distillation.layerwise import Layer, each_layer
+from jkv.training.losses import Batch
+from jkv.training.optimizer import adamw, advance, cosine
+
+
+@part
+class Recipe(trainer.Recipe):
+    """How mixtures are trained: `warm` steps of each layer, each on a text, for `budget` tokens, read by `chunk`."""
+
+    warm: int = 200
+    budget: int = 128
+    chunk: int = 512
+    rate: float = 2e-3
+
+    def warmed(self, params: Params, texts: Batch, score: Mixtures, done: int) -> Iterator[tuple[Mixtures, np.ndarray]]:
+        c = params.config
+
+        def one(i: int, own: Blend, data: Layer, key: Array) -> tuple[Blend, Array]:
+            return fit(own, data, key, self, c.scale, c.windows[i])
+
+        for gate, losses in each_layer(params, texts, score.gate, one, self.seed, done):
+            yield replace(score, gate=gate), losses
+
+
+def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, window: int | None) -> Array:
+    """Of one text, T a multiple of the pieces: q f[1,H,G,T,D], k, v f[1,H,T,D], and its attention o f[1,H,G,T,D]."""
+    _, h, t, d = data.k.shape
+    size = recipe.chunk
+
+    def piece(held: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
+        q, whole = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 3) for x in (data.q, o))
+        k, v = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x in (data.k, data.v))
+        at = (i * size + jnp.arange(size))[None]
+        at = jnp.where(at < data.size[:, None], at, -1)
+        k, v, pos = (
+            jnp.concatenate(x, 2)
+            for x in ((held[0], k), (held[1], v), (held[2], jnp.broadcast_to(at[:, None], (1, h, size))))
+        )
+        see = visible(at, pos, window) & (at >= 0)[:, None, :, None]
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * scale
+        p = jnp.where(see[:, :, None], jax.nn.softmax(jnp.where(see[:, :, None], logits, -1e30), -1), 0)
+        left, looked = jnp.einsum("bhgts,bhsd->bhgtd", p, v), p.sum((2, 3))
+        there = (at >= 0)[:, None, None, :, None]
+        off, all_ = (jnp.where(there, jnp.square(x), 0).sum() for x in (left - whole, whole))
+        return _melted(gate, *jax.lax.stop_gradient((k, v, pos, looked)), recipe.budget), (off, all_)
+
+    zero = jnp.zeros((1, h, recipe.budget, d))
+    nobody = jnp.full(zero.shape[:3], -1, jnp.int32)
+    _, (off, all_) = jax.lax.scan(piece, (zero, zero, nobody), jnp.arange(t // size))
+    return off.sum() / jnp.maximum(all_.sum(), 1e-30)
+
+
+def _melted(gate: Blend, k: Array, v: Array, pos: Array, looked: Array, budget: int) -> tuple[Array, Array, Array]:
+    """k, v, pos of `budget` entries of more, as the cache holds them after a flush."""
+    live, total = pos >= 0, pos.shape[2]
+    _, best = jax.lax.top_k(jnp.where(live, looked, -jnp.inf), budget)
+    stays = put(jnp.zeros(live.shape, bool), best, jnp.ones(best.shape, bool)) & live
+    m = gate.bias.shape[-1]
+    places = arranged(looked, pos, stays, live & ~stays, m, total - budget + m)
+    mixed = gate(take(k, places.order), take(v, places.order), places)
+    index = jnp.where((live & ~stays).any(-1, keepdims=True), places.index(total), total)
+    k, v = (take(put(x, index, y), best) for x, y in zip((k, v), mixed, strict=True))
+    return k, v, take_along(pos, best)
+
+
+@partial(jax.jit, static_argnames=("recipe", "scale", "window"))
+def fit(
+    gate: Blend, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
+) -> tuple[Blend, Array]:
+    """A layer's mixtures after `recipe.warm` steps, each of one text, and their losses."""
+    tune: Any = adamw(cosine(recipe.rate, recipe.warm // 20 + 1, recipe.warm), recipe.clip)
+    short = -data.k.shape[2] % recipe.chunk
+    pad = lambda x, axis: jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)])  # noqa: E731
+    data = replace(data, q=pad(data.q, 3), k=pad(data.k, 2), v=pad(data.v, 2))
+
+    def one(x: Layer) -> Layer:
+        return jax.tree.map(lambda a: a[None], x)
+
+    def whole(x: Layer) -> Array:
+        at = jnp.arange(x.k.shape[1])[None]
+        pos = jnp.where(at < x.size, at, -1)
+        x = one(x)
+        return attend_window(x.q, x.k, x.v, causal(pos, window), pos, scale).finish()[0]
+
+    o = jax.lax.map(whole, data)
+
+    def step(carry: Any, row: Array) -> tuple[Any, Array]:
+        gate, moments = carry
+        text = one(jax.tree.map(lambda a: a[row], data))
+        told, slope = jax.value_and_grad(loss)(gate, text, o[row][None], recipe, scale, window)
+        return advance(tune, slope, moments, gate), told
+
+    which = jax.random.randint(key, (recipe.warm,), 0, data.k.shape[0])
+    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), which)
+    return gate, losses

@@ -1,0 +1,113 @@
+"""Training Locret: heads that predict the attention of an answer to a token. No gradient goes through the model.
+
+A text's last tokens are its answer. What a token before it is worth to a kv head is the largest logit that the head's
+queries give it there, y_i = max over g, t of q_gt . k_i / sqrt(D), and a head estimates it from the layer's input:
+
+    loss = mean SmoothL1(s_i - y_i) + smooth L mean (s_i - s_(i+1))^2
+
+Layers are trained one after the other, so the sum over L layers of the paper's second term is here L times a layer's.
+Source: Locret (2410.01805).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.attention.mask import visible
+from jkv.methods.eviction.trained_gates import Estimate, Foreseen
+from jkv.models import Params
+from jkv.training import trainer
+from jkv.training.distillation.layerwise import Layer, each_layer
+from jkv.training.losses import Batch
+from jkv.training.optimizer import adamw, advance
+
+
+@part
+class Recipe(trainer.Recipe):
+    """How estimates are trained: `warm` steps of each layer, each on a text whose last `answer` tokens ask.
+
+    The rate rises for two thirds of the steps and falls to 0, both in a line; smooth: of neighbours' differences.
+    """
+
+    warm: int = 3000
+    answer: int = 64
+    rate: float = 5e-4
+    clip: float = 0.5
+    smooth: float = 0.0025
+
+    def rates(self) -> Any:
+        rise = max(2 * self.warm // 3, 1)
+        up, down = optax.linear_schedule(0.0, self.rate, rise), optax.linear_schedule(self.rate, 0.0, self.warm - rise)
+        return optax.join_schedules([up, down], [rise])
+
+    def warmed(self, params: Params, texts: Batch, score: Foreseen, done: int) -> Iterator[tuple[Foreseen, np.ndarray]]:
+        c = params.config
+
+        def one(i: int, own: Estimate, data: Layer, key: Array) -> tuple[Estimate, Array]:
+            return fit(own, data, key, self, c.scale, c.layers, c.windows[i])
+
+        for gate, losses in each_layer(params, texts, score.gate, one, self.seed, done):
+            yield replace(score, gate=gate), losses
+
+
+@partial(jax.jit, static_argnames=("answer", "scale", "window"))
+def looked_for(data: Layer, answer: int, scale: float, window: int | None = None) -> tuple[Array, Array]:
+    """(y f32[N,H,T], bool[N,T]): the largest logit that the answer's queries give each token; which come before it.
+
+    A token that no such query sees, in a layer of a sliding window, is worth nothing to learn from.
+    """
+    t = jnp.arange(data.x.shape[1])
+
+    def one(q: Array, k: Array, size: Array) -> tuple[Array, Array]:
+        at = size - answer + jnp.arange(answer)
+        logits = jnp.einsum("hgnd,htd->hgnt", q[:, :, at], k, preferred_element_type=jnp.float32) * scale
+        see = visible(at[None], t[None, None], window)[0, 0]
+        largest = jnp.where(see[None, None], logits, -jnp.inf).max((1, 2))
+        asked = (t < size - answer) & see.any(0)
+        return jnp.where(asked[None], largest, 0), asked
+
+    return jax.lax.map(lambda x: one(*x), (data.q, data.k, data.size))
+
+
+def loss(gate: Estimate, x: Array, y: Array, asked: Array, smooth: float) -> Array:
+    """Of one text: x f[T,E], y f32[H,T], asked bool[T]; smooth: of the squared difference of neighbours."""
+    s = gate(x[None])[0]
+    off = jnp.abs(s - y)
+    near = jnp.where(off < 1, off * off / 2, off - 0.5)
+    pairs = asked[1:] & asked[:-1]
+    step = jnp.square(s[:, 1:] - s[:, :-1])
+    return _mean(near, asked) + smooth * _mean(step, pairs)
+
+
+def _mean(x: Array, where: Array) -> Array:
+    """Of x f32[H,T] where bool[T]."""
+    count = x.shape[0] * where.sum(dtype=jnp.float32)
+    return jnp.where(where[None], x, 0).sum() / jnp.maximum(count, 1)
+
+
+@partial(jax.jit, static_argnames=("recipe", "scale", "layers", "window"))
+def fit(
+    gate: Estimate, data: Layer, key: Array, recipe: Recipe, scale: float, layers: int, window: int | None = None
+) -> tuple[Estimate, Array]:
+    """A layer's estimate after `recipe.warm` steps, each of one text, and their losses."""
+    tune: Any = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
+    y, asked = looked_for(data, recipe.answer, scale, window)
+
+    def step(carry: Any, row: Array) -> tuple[Any, Array]:
+        gate, moments = carry
+        told, slope = jax.value_and_grad(loss)(gate, data.x[row], y[row], asked[row], recipe.smooth * layers)
+        return advance(tune, slope, moments, gate), told
+
+    which = jax.random.randint(key, (recipe.warm,), 0, data.x.shape[0])
+    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), which)
+    return gate, losses

@@ -1,0 +1,121 @@
+"""Training what a store evicts by: whether a conversation goes on, by its last tokens (LPC, NeurIPS 2025)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.eval.store_replay import Visit, continued, pauses
+from jkv.io import array_file
+from jkv.prefix_cache.store_eviction import LAST, WORDS, Learned, pairs, size
+from jkv.training.optimizer import adamw, advance, cosine
+
+BATCH, DECAY = 256, 10.0  # prompts of a step; of the weights, as of AdamW
+HELD, PAUSES = 0.1, 512  # the share of conversations that is not trained on; pauses that are kept
+Arrays = dict[str, Any]
+
+
+def drawn(width: int, share: float, seed: int) -> Arrays:
+    """Weights to begin with, of which all prompts get the odds `share`, nearly: pairs of tokens say nothing yet."""
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.normal(0, 0.5, n).astype(np.float32)  # noqa: E731
+    return {
+        "pairs": np.zeros((WORDS, width), np.float32),
+        "size": draw(width),
+        "bias": draw(width),
+        "out": draw(width) / width,
+        "base": np.log([share / (1 - share)]).astype(np.float32),
+    }
+
+
+def logits(w: Arrays, at: Array, sizes: Array) -> Array:
+    """f32[n] of prompts with pairs at i32[n,LAST] (-1: none) and sizes f32[n], as `Learned.odds` has them."""
+    there = (at >= 0).astype(jnp.float32)
+    seen = (w["pairs"][jnp.maximum(at, 0)] * there[..., None]).sum(1) / jnp.maximum(there.sum(1), 1)[:, None]
+    hidden = jnp.maximum(seen + sizes[:, None] * w["size"][None] + w["bias"][None], 0)
+    return hidden @ w["out"] + w["base"]
+
+
+def loss(w: Arrays, at: Array, sizes: Array, goes_on: Array) -> Array:
+    """Binary cross-entropy in nats."""
+    x = logits(w, at, sizes)
+    return (jnp.logaddexp(0, x) - x * goes_on).mean()
+
+
+def split(visits: Sequence[Visit], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of prompts in three parts: two of a twentieth of the conversations each, and the rest.
+
+    A conversation has the prompts that are alike up to the first block behind what all of them begin with, as a system
+    prompt. ValueError for fewer than three.
+    """
+    same = len(os.path.commonprefix([x.names for x in visits]))
+    _, which = np.unique([x.names[: same + 1][-1] for x in visits], return_inverse=True)
+    number = int(which.max()) + 1
+    if number < 3:
+        raise ValueError(f"in this trace are {number} conversations: give a longer one")
+    place, half = rng.permutation(number)[which], max(int(HELD * number / 2), 1)
+    fit, told, rest = (np.flatnonzero(np.minimum(place // half, 2) == i) for i in range(3))
+    return fit, told, rest
+
+
+def train(
+    visits: Sequence[Visit], out: Path, steps: int = 1000, rate: float = 3e-2, width: int = 16, seed: int = 0
+) -> dict[str, float]:
+    """Write the predictor of a trace to a file; what it says of conversations that it has not seen.
+
+    A tenth of them is not trained on: the logits are divided by the temperature that fits one half of it best, and
+    `entropy`, in nats a prompt, is that of the other half; `entropy_of_mean` if all of it had the odds of its mean.
+    What is still open when the trace ends, within the longest pause but one in a hundred, is left out. ValueError for
+    a trace in which no conversation goes on, or none ends, or of fewer than three.
+    """
+    waits = pauses(visits)
+    known = visits[-1].at - (np.quantile(waits, 0.99) if len(waits) else 0)
+    some = [i for i, x in enumerate(visits) if x.names and x.at <= known]
+    goes_on = continued(visits)[some].astype(np.float32)
+    if not 0 < goes_on.sum() < len(goes_on):
+        raise ValueError("in this trace no conversation goes on, or none ends: give a longer one")
+    at = np.full((len(some), LAST), -1, np.int32)
+    for row, i in enumerate(some):
+        places = pairs(visits[i].ids)
+        at[row, : len(places)] = places
+    sizes = np.array([size(visits[i].ids) for i in some], np.float32)
+    rng = np.random.default_rng(seed)
+    fit, told, rest = split([visits[i] for i in some], rng)
+    tune = adamw(cosine(rate, 20, steps), decay=DECAY)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(w: Arrays, moments: Any, at: Array, sizes: Array, goes_on: Array) -> tuple[Arrays, Any]:
+        return advance(tune, jax.grad(loss)(w, at, sizes, goes_on), moments, w)
+
+    w = jax.tree.map(jnp.asarray, drawn(width, float(goes_on.mean()), seed))
+    moments = tune.init(w)
+    for _ in range(steps):
+        rows = rng.choice(rest, BATCH)
+        w, moments = step(w, moments, at[rows], sizes[rows], goes_on[rows])
+
+    def entropy(rows: np.ndarray) -> Callable[[float], float]:
+        x, y = np.asarray(logits(w, jnp.asarray(at[rows]), jnp.asarray(sizes[rows]))), goes_on[rows]
+        return lambda t: float((np.logaddexp(0, x / t) - x / t * y).mean())
+
+    heat = min(np.geomspace(0.25, 8, 41), key=entropy(fit))
+    arrays = {name: np.asarray(z, np.float32) for name, z in w.items()}
+    arrays |= {"out": arrays["out"] / np.float32(heat), "base": arrays["base"] / np.float32(heat)}
+    arrays["pauses"] = np.quantile(waits, np.linspace(0, 1, PAUSES)).astype(np.float32)
+    assert np.isfinite(Learned(arrays).odds(visits[some[0]].ids))
+    array_file.write(out, arrays, {"kind": "lpc", "prompts": len(some)})
+    p = np.clip(goes_on[told].mean(), 1e-6, 1 - 1e-6)
+    return {
+        "prompts": len(some),
+        "continued": round(float(goes_on.mean()), 4),
+        "entropy": round(entropy(told)(heat), 4),
+        "entropy_of_mean": round(float(-(p * np.log(p) + (1 - p) * np.log(1 - p))), 4),
+        "temperature": round(float(heat), 3),
+    }

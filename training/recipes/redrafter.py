@@ -1,0 +1,239 @@
+"""Training a drafter: a small recurrent network learns what a frozen model says next, of its commonest words.
+
+    loss = sum_k w_k (KL(p_{t+k} || q_k) + pull mean((u_k - u_{t+k})^2)) / sum_k w_k
+    w_k = fall^(k - 1), k = 1 to `ahead`
+
+u_{t+k} are the model's last hidden numbers after token t + k, all of which it learns from at once, as in EAGLE
+(2401.15077). p_{t+k} is the model's distribution after token t + k, and q_k the drafter's, which has read u_t and the
+tokens up to t + k (`jkv.speculative.redrafter.Net`), both over the drafter's n words alone. The model's embedding and
+head are frozen, and no bytes of its. The texts go on as the model itself continues them, as those are what it will be
+asked to guess (DistillSpec, 2310.08461).
+
+The size decides the width: the largest whose matrices fit with 8 bits a weight and a step for each output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jkv.arrays.pytree import part, value
+from jkv.generation.api import generate
+from jkv.models import Params, family
+from jkv.speculative.redrafter import NEWEST, Ends, Net, begun, followed, foreseen, found, like, packed, said
+from jkv.training.data.corpora import rows
+from jkv.training.distillation.kl import Rising
+from jkv.training.losses import Batch, Teacher, divergence, teach
+from jkv.training.resumable_search import Measured
+from jkv.training.soft_cache_model import hidden
+from jkv.training.trainer import Told, Training
+
+HEADER, ENTRY = 4096, 128  # bytes of a file beside its arrays, and of each of them, at most
+TOGETHER = 32  # texts that are continued at once
+
+
+def stored(width: int, inner: int, words: int) -> int:
+    """Bytes of the file of a drafter of `inner` numbers for a model of `width`, at most."""
+    arrays = packed(like(width, inner), np.arange(words))
+    return HEADER + sum(x.nbytes + ENTRY for x in arrays.values())
+
+
+def inner(width: int, bytes: int, words: int) -> int:
+    """The most numbers of a drafter that fits into bytes; ValueError where not even one does."""
+    least, most = 0, 1
+    while stored(width, most, words) <= bytes:
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if stored(width, middle, words) <= bytes else (least, middle)
+    if not least:
+        raise ValueError(
+            f"bytes={bytes:,}: a drafter of one number that says {words:,} words takes {stored(width, 1, words):,}; "
+            "give as many"
+        )
+    return least
+
+
+def start(width: int, inner: int, seed: int) -> Net:
+    """A drafter before its training, which says again what it read: O U = 1, or its best approximation.
+
+    The rest are normal numbers, of which a product has the size of what it multiplies; a third of that where several
+    are added up.
+    """
+    rng, shapes = np.random.default_rng(seed), like(width, inner)
+
+    def drawn(name: str) -> Array:
+        x, size = getattr(shapes, name), 0.3 if name in ("newest", "down") else 1.0
+        return jnp.asarray(rng.normal(size=x.shape) * size / np.sqrt(x.shape[-1]), jnp.float32)
+
+    even = np.linalg.qr(rng.normal(size=(max(width, inner), min(width, inner))))[0]
+    into = jnp.asarray(even if inner > width else even.T, jnp.float32)
+    net = Net(**{f.name: drawn(f.name) for f in fields(Net)})
+    return replace(net, hidden=into, out=into.T)
+
+
+def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
+    """i32[n]: the tokens that texts have most often, by their ids; of equal ones the lowest; all, if n is more.
+
+    >>> commonest(Batch(ids=jnp.array([[5, 6, 6, 1, -1]]), pos=None), 9, 3).tolist()
+    [1, 5, 6]
+    """
+    ids = np.asarray(texts.ids)
+    counts = np.bincount(ids[ids >= 0], minlength=vocab)
+    return np.sort(np.argsort(-counts, kind="stable")[:n]).astype(np.int32)
+
+
+def cut(texts: Batch, prompt: int) -> Batch:
+    """Texts of which those that are whole keep their first `prompt` tokens; 0: all.
+
+    >>> cut(Batch(ids=jnp.array([[5, 6, 7], [8, 9, -1]]), pos=jnp.array([[0, 1, 2], [0, 1, -1]])), 1).ids.tolist()
+    [[5, -1, -1], [8, 9, -1]]
+    """
+    ids, pos = np.array(texts.ids), np.array(texts.pos)
+    beyond = (ids[:, -1:] >= 0) & (np.arange(ids.shape[1]) >= (prompt or ids.shape[1]))
+    return Batch(ids=jnp.asarray(np.where(beyond, -1, ids)), pos=jnp.asarray(np.where(beyond, -1, pos)))
+
+
+def pieces(texts: Batch) -> list[list[int]]:
+    """The texts that end early, as many together as are continued at once."""
+    short = np.flatnonzero(np.asarray(texts.ids)[:, -1] < 0).tolist()
+    return [short[i : i + TOGETHER] for i in range(0, len(short), TOGETHER)]
+
+
+def _after(params: Params, some: list[list[int]], new: int, heat: float, seed: int) -> np.ndarray:
+    """i[n,new]: what the model says after rows, -1 where it has ended."""
+    made = generate(params, None, [*some], max_new_tokens=new, temperature=heat, seed=seed).tokens
+    return np.array([[*row, *[-1] * (new - len(row))] for row in made if isinstance(row, list)])
+
+
+def continued(
+    params: Params, texts: Batch, heat: float, seed: int, kept: Measured, say: Callable[[str], None]
+) -> Batch:
+    """Texts, those that end early as the model continues them.
+
+    heat: the temperature. `kept` has what a killed training has continued already.
+    """
+    ids = np.array(texts.ids)
+    length = ids.shape[1]
+    for at in pieces(texts):
+        some: list[list[int]] = [row[row >= 0].tolist() for row in ids[at]]
+        new = length - max(map(len, some))
+
+        more = partial(_after, params, some, new, heat, seed + at[0])
+        for i, row, after in zip(at, some, kept(str(at[0]), more).astype(np.int32), strict=True):
+            ids[i, len(row) : len(row) + new] = after
+        say(f"{at[-1] + 1} texts continued")
+    pos = np.where(ids >= 0, np.arange(length, dtype=np.int32), -1)
+    return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(pos))
+
+
+@value
+class Lesson:
+    """What the model says of texts: u f16[B,T,E], its last hidden numbers, and its distributions over the words."""
+
+    u: Array
+    teacher: Teacher
+
+
+@partial(jax.jit, static_argnames=("k",))
+def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
+    """Of the k likeliest words one by one; 0, or more than there are: of all."""
+    x, words = hidden(params, batch)[0], len(ends.words)
+    u = found(ends.back, family(params.config).head(ends.bare, x)[..., ends.some])
+    return Lesson(u=u.astype(jnp.float16), teacher=teach(ends.bare, x, min(k or words, words)))
+
+
+@part
+class Recipe(Rising):
+    """How a drafter is trained. ahead: the tokens that it guesses one after the other; fall: what the loss of each
+    weighs, of the one before; pull: what the distance of hidden numbers weighs."""
+
+    ahead: int = 2
+    fall: float = 0.8
+    pull: float = 5.0
+
+    def loss(self, score: Net, params: Params, batch: Batch, teacher: Lesson, step: Array, key: Array) -> Told:
+        h, kls, gaps = first(score, params, batch, teacher.u), [], []
+        for k in range(1, self.ahead + 1):
+            token = shifted(batch.ids, k, -1)
+            h = followed(score, params, h, token)
+            told = jax.tree.map(partial(shifted, by=k, filled=0), teacher)
+            u = foreseen(score, h)
+            gap = ((u - told.u.astype(jnp.float32)) ** 2).mean(-1)
+            kl = jax.checkpoint(_apart)(params, u, told.teacher)
+            for kept, x in ((kls, kl), (gaps, gap)):
+                n = jnp.maximum((token >= 0).sum(), 1).astype(jnp.float32)
+                kept.append(jnp.where(token >= 0, x, 0).sum() / n)
+        weights = self.fall ** jnp.arange(self.ahead, dtype=jnp.float32)
+        each = jnp.stack(kls) + self.pull * jnp.stack(gaps)
+        loss = (weights * each).sum() / weights.sum()
+        names = {f"kl_{k + 1}": kl for k, kl in enumerate(kls)} | {f"gap_{k + 1}": gap for k, gap in enumerate(gaps)}
+        return loss, {"loss": loss} | names
+
+
+def _apart(bare: Params, u: Array, told: Teacher) -> Array:
+    return divergence(said(bare, u), told)
+
+
+def first(net: Net, bare: Params, batch: Batch, u: Array) -> Array:
+    """h_0 f32[B,T,R] at every place, of u f[B,T,E]."""
+    before = jnp.stack([shifted(batch.ids, -j, -1) for j in range(NEWEST - 1)], -1)
+    return begun(net, bare, u.astype(jnp.float32), before)
+
+
+def shifted(x: Array, by: int, filled: float) -> Array:
+    """[B,T,...]: what lies so many places later, or earlier; where the text has none, `filled`.
+
+    >>> shifted(jnp.array([[1, 2, 3]]), 2, -1).tolist(), shifted(jnp.array([[1, 2, 3]]), -1, -1).tolist()
+    ([[3, -1, -1]], [[-1, 1, 2]])
+    """
+    t, n = x.shape[1], min(abs(by), x.shape[1])
+    part, pad = (x[:, n:], (0, n)) if by > 0 else (x[:, : t - n], (n, 0))
+    return jnp.pad(part, ((0, 0), pad, *[(0, 0)] * (x.ndim - 2)), constant_values=filled)
+
+
+@dataclass(kw_only=True)
+class Guessing(Training):
+    """The training of a drafter, whose `params` are what it has of the model."""
+
+    model: Params
+    ends: Ends
+
+    def taught(self, i: int) -> Lesson:
+        return lesson(self.model, self.ends, rows(self.texts, [i]), self.recipe.top)
+
+
+@partial(jax.jit, static_argnames=("ahead",))
+def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) -> tuple[Array, Array]:
+    """bool[ahead,B,T]: whether the k-th guess is the model's likeliest token, and how likely that guess is."""
+    x = hidden(params, batch)[0]
+    logits = family(params.config).head(params, x)
+    p, best = jax.nn.softmax(logits, -1), logits.argmax(-1)
+    h = first(net, ends.bare, batch, found(ends.back, logits[..., ends.words[ends.some]]))
+    same, likely = [], []
+    for k in range(1, ahead + 1):
+        h = followed(net, ends.bare, h, shifted(batch.ids, k, -1))
+        token = ends.words[said(ends.bare, foreseen(net, h)).argmax(-1)]
+        same.append(shifted(best, k, -1) == token)
+        likely.append(jnp.take_along_axis(shifted(p, k, 0), token[..., None], -1)[..., 0])
+    return jnp.stack(same), jnp.stack(likely)
+
+
+def agreement(params: Params, net: Net, ends: Ends, texts: Batch, ahead: int) -> dict[str, list[float]]:
+    """How often the k-th guess, after the same text, is what the model says: its likeliest token (`greedy`), and one
+    that is drawn (`drawn`); means over the places that have one, k from 1 to `ahead`."""
+    shares: list[list[np.ndarray]] = [[] for _ in range(2 * ahead)]
+    for i in range(len(np.asarray(texts.ids))):
+        one = rows(texts, [i])
+        places = [np.asarray(shifted(one.ids, k, -1)) >= 0 for k in range(1, ahead + 1)]
+        made = [x for some in _agreeing(params, net, ends, one, ahead) for x in np.asarray(some, np.float64)]
+        for kept, x, use in zip(shares, made, places * 2, strict=True):
+            kept.append(x[use])
+    means = [round(float(np.concatenate(x).mean()), 4) for x in shares]
+    return {"greedy": means[:ahead], "drawn": means[ahead:]}

@@ -1,0 +1,71 @@
+"""Training what `utility` keeps: what a question may look up, and what the next lines need, in one contest.
+
+A token of age n is worth
+
+    s = log(exp(r) + exp(level) beta^n)
+
+nats to a kv head, where r is KVzap's and beta TRIM-KV's. Either was trained alone, so neither says what one of its
+nats is worth beside another head's or the other's: that is learned by suffix distillation. The hidden numbers of both
+stay as they are; how each kv head weighs them, its offsets and its level move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.io import trained_weights
+from jkv.methods.eviction.author_gates import Repeated, Surrogate, of_another
+from jkv.methods.eviction.trained_gates import Retention
+from jkv.methods.eviction.utility import Twofold, Utility, joined
+from jkv.models import Params
+from jkv.training.distillation import suffix
+from jkv.training.recipes.kvzap import of_layer
+
+
+@part
+class Recipe(suffix.Recipe):
+    """How both gates are weighed, head by head."""
+
+    def worth(self, score: Utility, held: suffix.Prefix, live: Array) -> Array:
+        size, at = live.sum(1, keepdims=True), jnp.cumsum(live, 1) - 1
+        age = jnp.maximum(size + 1 - at, 1).astype(jnp.float32)[:, None]
+        gate = _weighed(score.weights)
+
+        def nats(i: int) -> Array:
+            own, x = of_layer(gate, i), held.x[:, i]
+            return own.worth(own.foreseen(x), own.fading(x), age)
+
+        return jnp.stack([nats(i) for i in range(held.x.shape[1])])
+
+    def quick(self, score: Any, change: Any) -> Any:
+        gate = score.gate
+        return replace(score, gate=replace(gate, offset=change(gate.offset), level=change(gate.level)))
+
+
+def _weighed(gate: Twofold) -> Twofold:
+    """The same, whose first products learn nothing."""
+    names = ("into", "bias", "fade_into", "fade_bias")
+    return replace(gate, **{name: jax.lax.stop_gradient(getattr(gate, name)) for name in names})
+
+
+def begun(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
+    """The gates that two folders hold; ValueError for those of another kind, or of another model."""
+    if foreseen is None:
+        raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
+    c, looks = params.config, Repeated().of(str(foreseen)).bound(params)
+    if not isinstance(looks.gate, Surrogate):
+        raise ValueError(
+            f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
+        )
+    found, own = looks.gate.into.shape[::2] + looks.gate.out.shape[1:2], (c.layers, c.width, c.heads)
+    if found != own:
+        raise of_another(f"{foreseen} (layers, width, kv heads)", found, c, own)
+    lasts = trained_weights.trained(None if fading is None else str(fading), Retention()).bound(params)
+    return joined(looks.gate, lasts.weights)

@@ -164,7 +164,11 @@ def test_units_of_one_key_have_the_logits_of_attention(select):
     )
 
 
-@pytest.mark.parametrize("name", [name for name, (case, *_) in CASES.items() if case.page])
+# A predictor's history of 8 rows is of attention, not of keys, and as wide as they are here.
+PAGED = [name for name, (case, *_) in CASES.items() if case.page and name != "attentionpredictor"]
+
+
+@pytest.mark.parametrize("name", PAGED)
 def test_an_index_of_keys_is_of_the_caches_type(name):
     """What is known of a unit and as wide as a key; the least and the largest of keys of that type are exact in it."""
     select = CASES[name][0].config.bound(PARAMS).select.for_layer(MODEL, MODEL.layers - 1)

@@ -11,7 +11,7 @@ from jkv.methods.quantization.groups import Widest, shared
 
 WIDTHS = (64, 80, 96, 100, 112, 128)
 CODED = [name for name, row in methods.CATALOGUE.items() if {"codec", "tiers"} & {*row.axes}]
-ALWAYS = {"int8", "int4", "kivi", "gear", "mikv", "ksort", "minicache", "planned"}
+ALWAYS = {"int8", "int4", "kivi", "mikv", "ksort", "minicache", "planned"}
 
 
 def check(text, dim):
@@ -46,7 +46,7 @@ def test_a_default_group_is_the_widest_that_divides_and_a_given_one_is_taken_as_
     assert shared(Widest(32), dim) == max(g for g in range(1, 33) if dim % g == 0)
     step = jax.eval_shape(Affine(bits=4, group=Widest(32)).encode, jax.ShapeDtypeStruct((3, dim), jnp.float32)).slots[1]
     assert step.shape == (3, dim // shared(Widest(32), dim))
-    for text in ("int4(group=32)", "kivi(group=32)", "gear(group=64)", "mikv(group=32)"):
+    for text in ("int4(group=32)", "kivi(group=32)", "gear(bits=4, group=64)", "mikv(group=32)"):
         if dim % (64 if "64" in text else 32):
             with pytest.raises(ValueError, match=f"does not divide head_dim={dim}; take a divisor, or 0"):
                 check(text, dim)

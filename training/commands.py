@@ -91,7 +91,7 @@ class Run:
     start: Path | None = None
 
     def begun(self, score: Any) -> Any:
-        """A score, with the weights to start from if there are some; raises as `learned.trained` and `check`."""
+        """Return the score with the weights to start from, if any; raises as `trained_weights.trained` and `check`."""
         if self.start is not None:
             score = trained_weights.trained(self.start, score)
             trained_weights.check(score.models, self.params)

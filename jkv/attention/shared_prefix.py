@@ -34,7 +34,7 @@ def attend_common(q: Array, mask: Mask, layer: LayerCache, plan: LayerView, rope
             return jax.tree.map(back, merge_all(parts))
 
         none = nothing(q, jax.eval_shape(read).acc.shape[-1])
-        turns = (last >= 0).any().astype(jnp.int32)  # one or none, as in `blocks.when`
+        turns = (last >= 0).any().astype(jnp.int32)  # one or none, as in `layer_step.when`
         return jax.lax.fori_loop(0, turns, lambda *_: read(), none)
 
     seen = (jnp.where((of == at)[:, None], mask.last, -1) for at in range(len(layer.common.held)))

@@ -53,7 +53,7 @@ def bare(tier: Tier) -> Tier:
 
 
 def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope, heads: int = 0) -> Array:
-    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]; heads: as `codes.decode`."""
+    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]; heads: as `codec_map.decode`."""
     keys = codec_map.decode(config.k, code, heads)
     return rope.rotate(keys, at) if config.pre_rope else keys
 

@@ -141,7 +141,7 @@ class MeshPlan:
         return sum(prod(where.shard_shape(y.shape)) * y.dtype.itemsize for y, where in pairs)
 
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """The program of a `compiled.program` for arguments of these shapes, lowered for the mesh."""
+        """The program of a `compilation.program` for arguments of these shapes, lowered for the mesh."""
         args, fixed = function.placed(args, static)
         with jax.set_mesh(self.mesh):
             given = tuple(map(self.shardings, args))

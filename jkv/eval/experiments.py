@@ -258,7 +258,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
 
 def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, say: Say) -> Results:
     """One row a cache: the share of the full model's attention in what its selector picks, of a full cache of `prefix`
-    tokens, for the tokens after them; see `picks.recovered`. ValueError for a cache without a selector.
+    tokens, for the tokens after them; see `selector_recall.recovered`. ValueError for a cache without a selector.
     """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
     found = s.results("picks", [ids.tobytes()], source=source, **how)

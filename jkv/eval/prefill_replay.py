@@ -108,7 +108,7 @@ def fitted(known: State, own: State) -> State:
 def projected(
     one: Params, layer: LayerCache, plan: LayerConfig, x: Array, lse: Array, pos: Array, ids: Array
 ) -> tuple[Window, Observation, Queries | None]:
-    """What `loop.attended` gives to a layer's flush, where the attention is known."""
+    """What `decode_loop.attended` gives to a layer's flush, where the attention is known."""
     rope, dtype = one.config.ropes[0], layer.recent.k.dtype
 
     def run(_: int, new: Any) -> tuple[Array, Any]:

@@ -85,7 +85,7 @@ class _Child:
     def _running(self) -> subprocess.Popen[bytes]:
         # A fork's copy of the pipes leads to the parent's child.
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
-            script = Path(__file__).with_name("template_child.py")
+            script = Path(__file__).with_name("chat_template_child.py")
             command = [sys.executable, "-I", "-S", str(script), *filter(None, sys.path)]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

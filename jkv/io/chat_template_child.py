@@ -1,6 +1,6 @@
 """A program beside the runtime that renders chat templates, which are programs of strangers, within bounds.
 
-python -I -S template_child.py FOLDER...   (where jinja2 is)
+python -I -S chat_template_child.py FOLDER...   (where jinja2 is)
 
 It imports nothing but jinja2. Requests and answers are JSON behind eight bytes of their length: {"template", "names",
 "seconds"} and {"text"} or {"error"}. It ends with its input, or where a template takes too much, by the system.

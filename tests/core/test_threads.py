@@ -115,7 +115,7 @@ def test_threads_generate_what_one_does():
 CHILD = """
 import os, sys, warnings
 import jkv
-from jkv.core import compiled
+from jkv.core import compilation
 warnings.simplefilter("ignore")
 params = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1))
 if {warm}:

@@ -66,20 +66,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 FULL = """
 import resource, signal, sys
 import numpy as np
-from jkv.io import checkpoint
+from jkv.io import array_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
-    checkpoint.write(sys.argv[1], {"a": np.zeros(100000)}, {"step": 2})
+    array_file.write(sys.argv[1], {"a": np.zeros(100000)}, {"step": 2})
 except OSError as error:
     print(error)
 """
 KILLED = """
 import os, sys
 import numpy as np
-from jkv.io import checkpoint
-checkpoint._sync = lambda path: os._exit(9)
-checkpoint.write(sys.argv[1], {"a": np.zeros(3)}, {"step": 2})
+from jkv.io import array_file
+array_file._sync = lambda path: os._exit(9)
+array_file.write(sys.argv[1], {"a": np.zeros(3)}, {"step": 2})
 """
 
 

@@ -132,8 +132,9 @@ def test_threads_get_their_own_answers():
 ENDS = """
 import sys
 sys.path[:] = {path!r}
-from jkv.io import templates
-print(templates.render("{{{{ 1 }}}}", {{}}), templates._CHILD.process.pid, *{{"jax", "jinja2"}} & set(sys.modules))
+from jkv.io import chat_template
+text = chat_template.render("{{{{ 1 }}}}", {{}})
+print(text, chat_template._CHILD.process.pid, *{{"jax", "jinja2"}} & set(sys.modules))
 """
 
 
@@ -147,6 +148,6 @@ def test_the_process_ends_with_the_one_that_began_it():
 
 
 def test_the_process_imports_nothing_of_the_runtime():
-    source = (chat_template.Path(chat_template.__file__).with_name("template_child.py")).read_text()
+    source = (chat_template.Path(chat_template.__file__).with_name("chat_template_child.py")).read_text()
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.M))
     assert "jinja2" in imported and imported <= {*sys.stdlib_module_names, "jinja2"}

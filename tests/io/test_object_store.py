@@ -139,9 +139,9 @@ def test_half_a_file_takes_no_place(cache: Path, monkeypatch: pytest.MonkeyPatch
 def test_without_etils_only_urls_are_refused(tmp_path: Path):
     code = (
         "import sys; sys.modules['etils'] = None\n"
-        "from jkv.io import remote\n"
-        "remote.place('out')\n"
-        "try: remote.place('gs://bucket/x')\n"
+        "from jkv.io import object_store\n"
+        "object_store.place('out')\n"
+        "try: object_store.place('gs://bucket/x')\n"
         "except ImportError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

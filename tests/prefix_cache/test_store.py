@@ -23,7 +23,7 @@ IDS = np.random.default_rng(0).integers(0, 1000, 6 * BLOCK + 5).tolist()
 CHILD = """
 import os, signal, sys
 import numpy as np
-from jkv.io import checkpoint
+from jkv.io import array_file
 from jkv.prefix_cache.store import BLOCK, Store, chain
 
 folder, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

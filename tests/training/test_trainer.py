@@ -414,15 +414,16 @@ MESH = """
 import jax, jax.numpy as jnp, numpy as np, sys
 from jkv import models
 from jkv.methods.eviction.trained_gates import Retention, start
-from jkv.training import retention, trainer
+from jkv.training import trainer
 from jkv.training.checkpoints import Folder
+from jkv.training.recipes import trimkv
 from jkv.training.losses import Batch
 
 assert len(jax.devices()) == 2
 params = models.random(models.TINY)
 ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (4, 32)), jnp.int32)
 texts = Batch(ids=ids, pos=jnp.tile(jnp.arange(32), (4, 1)))
-recipe = retention.Recipe(budget=8, warm=0, steps=1, batch=2, accumulate=2, rise=1, rate=1e-2)
+recipe = trimkv.Recipe(budget=8, warm=0, steps=1, batch=2, accumulate=2, rise=1, rate=1e-2)
 score = Retention(gate=start(params.config, 4, 3.0, jax.random.key(0)))
 run = trainer.Training(params, texts, recipe, Folder(sys.argv[1], {}, False))
 run.run(score)

@@ -1,6 +1,6 @@
 """Sizes: how many tokens a user asks for, in one of three forms; by itself, what every layer and head keeps.
 
-`divisions.py` divides a size among layers; `Beyond` keeps what follows a prompt on top of any budget.
+`layers.py` divides a size among layers; `Beyond` keeps what follows a prompt on top of any budget.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Repeated(Trained):
     methods, column, kinds = ("kvzap",), "repeated", (Surrogate, Linear)
 
     def of(self, folder: str) -> Repeated:
-        """This score with the weights of a folder: of `jkv train kvzap`, or as `io.published.kvzap` reads it."""
+        """This score with the weights of a folder: of `jkv train kvzap`, or as `io.author_weights.kvzap` reads it."""
         if (Path(folder).expanduser() / trained_weights.CARD).exists():
             return trained_weights.trained(folder, self)
         arrays = {name: jnp.asarray(x) for name, x in author_weights.kvzap(folder).items()}
@@ -145,7 +145,7 @@ class SinkGate:
 class Distilled(Score):
     """rank = the share of attention that KVzip's repetition would pay a token at most, as a gate foresees it.
 
-    gate: of `io.published.fastkvzip`, or None: there is none yet. Source: Fast KVzip (2601.17668).
+    gate: of `io.author_weights.fastkvzip`, or None: there is none yet. Source: Fast KVzip (2601.17668).
     """
 
     gate: SinkGate | None = leaf(default=None)

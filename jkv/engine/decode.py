@@ -16,7 +16,7 @@ from jkv.engine.prefill import Filled, maker
 from jkv.engine.request import Refused, Request, Settings, failed
 from jkv.engine.spec import Shapes
 from jkv.generation import nan_check
-from jkv.generation.stop_strings import Transcript, cut
+from jkv.generation.stop_strings import StopChecker, cut
 from jkv.models import Params
 from jkv.prompts.tokenization import stop_ids_of
 from jkv.speculative.decoding import Drafting
@@ -48,7 +48,7 @@ class Slots:
         self.stop_ids = stop_ids_of(params)
         self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
         self.state = maker(shapes.state, cost)()
-        self.transcripts: list[Transcript | None] = [None] * shapes.rows
+        self.checkers: list[StopChecker | None] = [None] * shapes.rows
         self.of = [-1] * shapes.rows  # the beginning that each row shares, of those that are held
         self.newest = -1
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
@@ -101,7 +101,7 @@ class Slots:
         self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
         for slot, row, tokens in zip(free, filled.rows, drawn, strict=True):
             self.slots[slot], self.of[slot] = (row, tokens), self.newest
-            self.transcripts[slot] = Transcript(self.params.tokenizer, row.settings.stop)
+            self.checkers[slot] = StopChecker(self.params.tokenizer, row.settings.stop, self.stop_ids, row.new)
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
@@ -179,16 +179,14 @@ class Slots:
             return failed(request, said(error))
 
     def answer(self, slot: int) -> Answer | None:
-        row, transcript = self.slots[slot], self.transcripts[slot]
-        assert row is not None and transcript is not None
+        row, checker = self.slots[slot], self.checkers[slot]
+        assert row is not None and checker is not None
         request, tokens = row
         if why := nan_check.said(self.params, tokens):
             raise ValueError(why)
         tokenizer, stop = self.params.tokenizer, request.settings.stop
-        if stop:
-            tokens[:] = transcript.cut(tokens)
-        over = transcript.over or tokens[-1] in self.stop_ids
-        if not over and len(tokens) < request.new:
+        tokens[:] = checker.cut(tokens)
+        if checker.finish_reason is None:
             return None
         text = None if tokenizer is None else cut(tokenizer.decode(tokens, stop), stop)
-        return Answer(request=request, tokens=tokens, text=text, end="stop" if over else "length")
+        return Answer(request=request, tokens=tokens, text=text, end=checker.finish_reason)

@@ -13,7 +13,7 @@ from jkv.cache.cache import Cache
 from jkv.cache.disk_pages import told
 from jkv.generation.arguments import Asked, Until, asked, composition, fit, model, stored
 from jkv.generation.generate import Generation, Result
-from jkv.generation.stop_strings import Transcript
+from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import Passages, kind
@@ -169,10 +169,10 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 @narrow
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
     run = Generation(params, given, rows, single)
-    text = Transcript(params.tokenizer, run.stop)
+    checker = StopChecker(params.tokenizer, run.stop)
     for tokens in chain([run.first()], run.blocks()):
-        if piece := text.take(tokens[0][text.n :]):
+        if piece := checker.take(tokens[0][checker.count :]):
             yield piece
-    if rest := text.finish():
+    if rest := checker.finish():
         yield rest
     return run.result()  # noqa: B901

@@ -36,7 +36,7 @@ from jkv.generation.receipt import (
     tier_bits,
 )
 from jkv.generation.step import forks
-from jkv.generation.stop_strings import Transcript, cut
+from jkv.generation.stop_strings import StopChecker, cut
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models.weights.linear import forms
@@ -81,7 +81,7 @@ class Generation:
         penalized = bool((self.sampling.penalty != 1).any())
         new, cache, compare = asked.new, asked.cache, asked.compare
         self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
-        self.transcripts = [Transcript(params.tokenizer, self.stop) for _ in self.rows if self.stop]
+        self.checkers = [StopChecker(params.tokenizer, self.stop) for _ in self.rows if self.stop]
         self.room = -(-new // 64) * 64
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
@@ -180,7 +180,7 @@ class Generation:
         """All tokens so far, without those behind a stop text."""
         if not self.stop:
             return rows
-        return [text.cut(row) for text, row in zip(self.transcripts, rows, strict=True)]
+        return [checker.cut(row) for checker, row in zip(self.checkers, rows, strict=True)]
 
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
         """The same with drafts, after every pass."""
@@ -198,7 +198,7 @@ class Generation:
     def _end_rows(self, tokens: list[list[int]]) -> None:
         over = np.zeros(len(tokens), bool)
         if self.stop:
-            over |= [text.over for text in self.transcripts]
+            over |= [checker.finish_reason is not None for checker in self.checkers]
         if self.until:
             ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
             if ends.shape not in ((), over.shape):

@@ -1,53 +1,84 @@
-"""Texts that end an answer."""
+"""Stop strings, and the check that ends a row: by a stop string, a stop token or its length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jkv.io.tokenizer import Tokenizer
 
 
-class Transcript:
-    """What a row says: its tokens as they come, and their text. Both end with the token that completes a stop text.
+class StopChecker:
+    """Decide, token by token, whether a row has ended, and give its text as it comes.
 
-    n: tokens so far; over: whether a stop text is complete. Nothing behind it is taken, however many tokens come at a
-    time. The stop text itself is no part of the text.
+    The token that completes a stop string is the row's last: nothing behind it counts, however many tokens come at a
+    time (a draft's, a block's). The stop string itself is no part of the text.
+
+    Attributes:
+        count: tokens so far.
+        finish_reason: "stop" or "length" once the row has ended, else None.
+
+    Example:
+        >>> checker = StopChecker(None, stop_ids=(2,), max_new_tokens=5)
+        >>> checker.cut([7, 8]), checker.finish_reason, checker.cut([7, 8, 2, 9]), checker.finish_reason
+        ([7, 8], None, [7, 8, 2], 'stop')
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        """tokenizer: None has no texts, and no stop texts."""
-        self.n, self.over = 0, False
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...] = (),
+        stop_ids: Collection[int] = (),
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Begin a row.
+
+        Args:
+            tokenizer: None gives no text, and finds no stop string.
+            stop: stop strings.
+            stop_ids: tokens that end a row; they count as its last.
+            max_new_tokens: the row's length, None: whoever decodes ends it.
+        """
+        self.count = 0
+        self.finish_reason: str | None = None
         self._stream = None if tokenizer is None else tokenizer.stream(stop)
-        self._stop, self._held = stop, ""
+        self._stop, self._stop_ids, self._limit, self._held = stop, stop_ids, max_new_tokens, ""
 
     def take(self, tokens: Sequence[int]) -> str:
-        """Take the next tokens; the new text that no stop text can change any more."""
+        """Take the next tokens. Returns the new text, as far as no stop string can still change it."""
         for token in tokens:
-            if self.over:
+            if self.finish_reason is not None:
                 break
-            self.n += 1
+            self.count += 1
             if self._stream is not None:
                 self._held += self._stream.push(token)
-                self.over = any(s in self._held for s in self._stop)
+            if token in self._stop_ids or self._complete:
+                self.finish_reason = "stop"
+            elif self.count == self._limit:
+                self.finish_reason = "length"
         self._held, piece = hold(self._held, self._stop)
         return piece
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens that count, of all so far."""
-        self.take(tokens[self.n :])
-        return tokens[: self.n]
+        """Take what is new of all tokens so far. Returns those that count."""
+        self.take(tokens[self.count :])
+        return tokens[: self.count]
 
     def finish(self) -> str:
-        """The rest of the text, where no more tokens come."""
+        """Return the rest of the text, after the last token: half a character may complete a stop string."""
         self._held += "" if self._stream is None else self._stream.finish()
-        self.over = any(s in self._held for s in self._stop)
+        if self._complete:
+            self.finish_reason = "stop"
         return cut(self._held, self._stop)
+
+    @property
+    def _complete(self) -> bool:
+        return any(s in self._held for s in self._stop)
 
 
 def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
-    """(held back, printable): what could still become a stop text is held back, and all from a stop text on."""
+    """Split a text into what could still become a stop string, or comes after one, and what can be printed."""
     keep = max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
     if any(s in text for s in stop):
         return text, ""
@@ -55,7 +86,7 @@ def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the stop text that is complete first, in however large pieces the text comes.
+    """Return the text before the stop string that is complete first, in however large pieces the text comes.
 
     >>> cut("0123456789", ("567", "34567", "9"))
     '012'

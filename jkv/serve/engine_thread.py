@@ -261,7 +261,7 @@ class Engine:
         for slot, ticket, tokens, new in fresh:
             told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
             before = ticket.count
-            why = ticket.take(new, told, running.stop_ids)
+            why = ticket.take(new, told)
             del tokens[ticket.count :]  # behind a stop text
             self._time(ticket, before)
             if why is not None:
@@ -288,7 +288,7 @@ class Engine:
         if self.store is not None and self.store.reused > before:
             ticket.reused, ticket.store_codec = self.store.reused - before, self.store.codec.name
         seats.tickets[request.line] = ticket
-        ticket.begin(self.params)
+        ticket.begin(self.params, running.stop_ids)
         self.watch.read(len(request.tokens), ticket.reused)
 
     def _drafted(self, running: Running, tickets: Sequence[Ticket], made: Counter[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jkv.engine.request import Request
-from jkv.generation.stop_strings import Transcript
+from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
@@ -113,30 +113,28 @@ class Ticket:
         self.gone = False  # the client is, whatever thread says so
         self.asked = self.last = time.monotonic()
         self.reused, self.store_codec = 0, ""
-        self.text = Transcript(None, ())
+        self.checker = StopChecker(None)
         self.drafted: Counter[str] | None = None  # of its batch while it runs
 
-    def begin(self, params: Params) -> None:
-        self.text = Transcript(params.tokenizer, self.request.settings.stop)
+    def begin(self, params: Params, stop_ids: tuple[int, ...]) -> None:
+        settings = self.request.settings
+        self.checker = StopChecker(params.tokenizer, settings.stop, stop_ids, self.request.new)
 
     @property
     def count(self) -> int:
         """Tokens of the answer so far."""
-        return self.text.n
+        return self.checker.count
 
-    def take(self, ids: list[int], told: list[Token], stop_ids: tuple[int, ...]) -> str | None:
-        """Tell the new tokens, as far as the row goes; why it ends with them, None: it goes on."""
+    def take(self, ids: list[int], told: list[Token]) -> str | None:
+        """Emit the new tokens. Returns the finish reason, or None if the row continues."""
         before = self.count
-        piece = self.text.take(ids)
-        ids, told = ids[: self.count - before], told[: self.count - before]
-        ends = self.text.over or (bool(ids) and ids[-1] in stop_ids)
-        why = "stop" if ends else "length" if self.count >= self.request.new else None
-        if why is not None:
-            piece += self.text.finish()
-            why = "stop" if self.text.over else why
+        piece = self.checker.take(ids)
+        told = told[: self.count - before]
+        if self.checker.finish_reason is not None:
+            piece += self.checker.finish()
         if piece or told:
             self.tell(Piece(text=piece, tokens=told))
-        return why
+        return self.checker.finish_reason
 
     def receipt(self, seen: int, kept: list[list[int]], kept_bytes: int, token_bytes: int, fixed: int) -> Receipt:
         """token_bytes: of a token in a full cache; fixed: of what no text changes."""

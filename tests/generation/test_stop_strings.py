@@ -18,7 +18,7 @@ import jkv
 from jkv.batch.job import Job
 from jkv.batch.run import run
 from jkv.engine.request import Request, Settings
-from jkv.generation.stop_strings import Transcript
+from jkv.generation.stop_strings import StopChecker
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods import parse
 from jkv.serve.request_state import Piece, Ticket, Token
@@ -48,22 +48,24 @@ def test_what_comes_with_a_stop_text_and_behind_it_is_not_told(size: int):
         text, starts = PAIRS.decode(tokens), rng.integers(0, 97, rng.integers(0, 4))
         stop = tuple(text[i : i + rng.integers(1, 4)] for i in starts)
         n = length(tokens, stop)
-        said, told, transcript = "", [], Transcript(PAIRS, stop)
+        said, told, checker = "", [], StopChecker(PAIRS, stop, max_new_tokens=50)
         asked = Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=Settings(stop=stop, max_new_tokens=50))
         ticket = Ticket(asked, parse("full"), told.append, top=0)
-        ticket.begin(PARAMS)
+        ticket.begin(PARAMS, ())
         why = None
         for i in range(0, 50, size):
             some = tokens[i : i + size]
-            said += transcript.take(some)
-            why = why or ticket.take(some, [Token(id=t, logprob=0.0) for t in some], ())
+            said += checker.take(some)
+            why = why or ticket.take(some, [Token(id=t, logprob=0.0) for t in some])
             if why:
                 break
-        said += transcript.finish()
-        assert transcript.n == ticket.count == n and Transcript(PAIRS, stop).cut(tokens) == tokens[:n]
+        said += checker.finish()
+        assert checker.count == ticket.count == n and StopChecker(PAIRS, stop).cut(tokens) == tokens[:n]
         assert [t.id for x in told for t in x.tokens] == tokens[:n]
         assert "".join(x.text for x in told if isinstance(x, Piece)) == said == PAIRS.decode(tokens[:n])[: len(said)]
-        assert not any(s in said for s in stop) and why == ("stop" if transcript.over else "length")
+        assert not any(s in said for s in stop) and why == checker.finish_reason == (
+            "stop" if any(x in PAIRS.decode(tokens[:n]) for x in stop) else "length"
+        )
 
 
 @pytest.mark.slow

@@ -24,17 +24,16 @@ from jkv.methods.selection.proxy_keys import Channels, Proxies
 from jkv.prompts import allocation
 
 ROOT = Path(__file__).parent.parent
-LEARNED = ROOT / "jkv" / "methods" / "learned"
-SHOWN = (
-    "int8",
-    "int4",
-    "kivi",
-    "makeeach(budget=256)",
-    "trimkv(budget=256)",
-    "h2o(budget=256)",
-    "snapkv(budget=256) | int4",
-    "streaming(budget=256)",
-)
+LEARNED = ROOT / "jkv" / "methods" / "weights"
+TASKS = ("prose", "code", "later", "needles")
+ADVISED = {
+    "a safe default, any model": "int4",
+    "the same, fewer bytes (calibrated for SmolLM2)": "kvtc(bits=2.875)",
+    "one document, many questions, any model": "kvzip(keep=0.5) | int4(rotate=True)",
+    "the same in fewer bytes": "kvzip(keep=0.25) | int4(rotate=True)",
+    "the same, by gates trained for SmolLM2": "utility(keep=0.25) | int4",
+    "running text without questions, gates for SmolLM2": "trimkv(keep=0.25) | int4(rotate=True)",
+}
 BUDGETS, PAGE = (512, 256, 128), 16
 ABOUT = {
     "attentionpredictor": "which keeps all and forecasts what to read",
@@ -120,12 +119,18 @@ def alike(found: dict[str, list[float]]) -> list[str]:
     return [line(", ".join(names), *shares) for shares, names in out.items()]
 
 
-def costs() -> list[str]:
-    """What some caches cost in quality, and what they take."""
-    rows = {row["cache"]: row for row in results("fidelity")}
+def advised() -> list[str]:
+    """What to pick, and what it costs; shares of questions and needles are of few answers."""
+    found = by_composition()
     return [
-        line(code(x), f"{r['kept']:.0%}", f"{r['kl']:.2g}", f"{r['bytes'] / r['bytes_full']:.0%}")
-        for x, r in ((name, rows[name]) for name in SHOWN)
+        line(
+            wish,
+            code(name),
+            f"{size(rows):.1%}",
+            *(f"{rows[task][0]['kl']:.2g}" for task in ("prose", "code")),
+            *(share(rows[task]) for task in ("later", "needles")),
+        )
+        for wish, name, rows in ((wish, name, found[name]) for wish, name in ADVISED.items())
     ]
 
 
@@ -190,30 +195,37 @@ def quantized() -> list[str]:
     ]
 
 
-def compositions() -> list[str]:
-    """Codes, and evictions with codes, on four tasks: the most bytes first, and - for what was not measured."""
-    tasks = ("prose", "code", "later", "needles")
+def by_composition() -> dict[str, dict[str, Rows]]:
+    """Results of codes, and of evictions with codes, on four tasks."""
     found: dict[str, dict[str, Rows]] = {}
-    for task in tasks:
+    for task in TASKS:
         for row in results(f"compositions/{task}"):
             found.setdefault(row["cache"], {}).setdefault(task, []).append(row)
+    return found
+
+
+def share(rows: Rows) -> str:
+    return f"{sum(row['score'] for row in rows) / len(rows):.2f}"
+
+
+def size(rows: dict[str, Rows]) -> float:
+    """Bytes after 2,048 tokens, relative to the full cache."""
+    return rows["prose"][0]["bytes"] / rows["prose"][0]["bytes_full"]
+
+
+def compositions() -> list[str]:
+    """Codes, and evictions with codes, on four tasks: the most bytes first, and - for what was not measured."""
 
     def kl(rows: Rows) -> str:
         (row,) = rows
         return by_text(row)
 
-    def share(rows: Rows) -> str:
-        return f"{sum(row['score'] for row in rows) / len(rows):.2f}"
-
-    def size(rows: dict[str, Rows]) -> float:
-        return rows["prose"][0]["bytes"] / rows["prose"][0]["bytes_full"]
-
-    shown = {name: rows for name, rows in found.items() if "prose" in rows and name != "full"}
+    shown = {name: rows for name, rows in by_composition().items() if "prose" in rows and name != "full"}
     return [
         line(
             code(name),
             f"{size(rows):.1%}",
-            *((kl if task in tasks[:2] else share)(rows[task]) if task in rows else "-" for task in tasks),
+            *((kl if task in TASKS[:2] else share)(rows[task]) if task in rows else "-" for task in TASKS),
         )
         for name, rows in sorted(shown.items(), key=lambda x: -size(x[1]))
     ]
@@ -706,7 +718,9 @@ def head(*cells: str) -> str:
 
 SIZES = ("512 tokens, 74%", "256, 37%", "128, 18%")
 TABLES: dict[str, dict[str, Callable[[], Sequence[str]]]] = {
-    "README.md": {head("cache", "tokens kept", "KL", "bytes"): costs},
+    "README.md": {
+        head("you want", "cache", "bytes", "KL, prose", "KL, code", "later questions", "needles found"): advised
+    },
     "docs/batch.md": {
         head("", "tokens/s", "ratio"): jobs,
         head("cache", "the beginning is held", "MiB", "tokens/s"): commons,

@@ -37,7 +37,7 @@ def test_every_row_says_what_it_is(name):
     row = CATALOGUE[name]
     assert row.about and row.exactness and row.paper and row.axes
     assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
-    assert row.parts or {*row.axes} <= {"pooled", "append", "steps", "layers"}
+    assert row.parts or {*row.axes} <= {"pooled", "append", "steps", "layers", "predicted_sinks"}
     assert all(row.parts.values())
 
 

@@ -64,7 +64,7 @@ def test_what_a_notebook_takes_of_jkv_is_there(path: Path):
                 if not hasattr(module, x.name):
                     importlib.import_module(f"{node.module}.{x.name}")
                 found = getattr(module, x.name)
-                modules |= {x.name: found} if isinstance(found, ModuleType) else {}
+                modules |= {x.asname or x.name: found} if isinstance(found, ModuleType) else {}
     assert modules
     taken = [(x.value.id, x.attr) for x in nodes if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)]
     assert [(name, attr) for name, attr in taken if name in modules and not hasattr(modules[name], attr)] == []

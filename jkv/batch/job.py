@@ -16,8 +16,8 @@ import jkv
 from jkv import models
 from jkv.batch.processes import spans
 from jkv.core.sharding import MeshPlan
-from jkv.engine import batch_size
-from jkv.engine.request import MOST_NEW, Request, Settings
+from jkv.engine import MOST_NEW, batch_size
+from jkv.engine.request import Request, Settings
 from jkv.engine.scheduler import Bucket, Grain
 from jkv.engine.spec import Shapes
 from jkv.io.fingerprint import fingerprint, weights

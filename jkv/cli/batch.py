@@ -9,7 +9,7 @@ import typer
 
 from jkv.batch.preemption import stoppable
 from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, Stored, Weights, flat
-from jkv.engine.request import MOST_NEW
+from jkv.engine import MOST_NEW
 from jkv.utils import console
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Continuous batching: requests, the scheduler, batched prefill and decode; `jkv.serve` and `jkv.batch` stand on it.
+"""Continuous batching: requests, the scheduler, batched prefill and batched decode.
 
-Entry points: `scheduler.arrange`, `continuous_batch.Running`. Must not import serve or batch.
+Shared by `jkv.serve` and `jkv.batch`. Entry points: `scheduler.arrange`, `continuous_batch.Running`. Must not import
+serve or batch.
 """
+
+MOST_NEW = 1 << 15  # generated tokens per row where the cache sets no limit; here, since commands show it without jax

@@ -1,4 +1,4 @@
-"""The rows of a job: JSON lines in, prompts with their settings out; a row that cannot be run gets an error."""
+"""Requests: parsing and validation of JSON lines, with an error for each invalid row."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jkv.core import sampling
+from jkv.engine import MOST_NEW
 from jkv.engine.formats import LENGTHS, PLAIN, TEMPLATE, Form, form_of
 from jkv.io.object_store import read_bytes
 from jkv.methods.config import CacheConfig
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from jkv.io.object_store import Place
 
 PROMPTS = ("prompt", "messages", "tokens")
-MOST_SAMPLES = 1024  # answers to a prompt
-MOST_NEW = 1 << 15  # new tokens of a row, where the cache has no limit of its own
+MOST_SAMPLES = 1024  # samples per prompt
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
 KINDS: dict[str, tuple[type, ...]] = {
     "temperature": (int, float),
@@ -38,12 +38,24 @@ KINDS: dict[str, tuple[type, ...]] = {
     "n": (int,),
     "stop": (str, list),
 }
-EVERY = (*KINDS, *LENGTHS, TEMPLATE)  # settings that a row may have
+EVERY = (*KINDS, *LENGTHS, TEMPLATE)  # settings that a row may override
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a row is answered, n times; a row of the input may change any of them. seed None: the row's line number."""
+    """Sampling and length settings of a request; a row of the input may override each of them.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        repetition_penalty: 1 is off.
+        seed: None takes the row's line number.
+        max_new_tokens: largest number of generated tokens.
+        stop: stop strings.
+        n: samples per prompt.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -57,13 +69,22 @@ class Settings:
 
     @property
     def draws(self) -> dict[str, Any]:
+        """Settings of the sampler by name."""
         return {name: getattr(self, name) for name in DRAWS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One row: the line of the input that it came from (the first is 1), its id, prompt tokens i32[n], and its form; or
-    one of its samples, by number."""
+    """One row of the input, or one of its samples.
+
+    Attributes:
+        line: line of the input, from 1.
+        id: the row's own id, or None.
+        tokens: prompt tokens i32[n].
+        settings: sampling and length settings.
+        form: format of the input line and of its answer.
+        sample: index of the sample.
+    """
 
     line: int
     id: Any
@@ -74,28 +95,36 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Where the row has one, samples have seed, seed + 1, ..., as in `jkv.generate`; else no two of a job agree."""
+        """Seed of the sample.
+
+        A row with a seed uses seed, seed + 1, ... for its samples, as `jkv.generate` does. A row without one gets a
+        seed that no other sample of the job has.
+        """
         if self.settings.seed is None:
             return (self.line + (self.sample << 20)) % (1 << 32)
         return (sampling.fold(self.settings.seed) + self.sample) % (1 << 32)
 
     @property
     def part(self) -> tuple[int, int]:
-        """What it is among all that a job runs: its line, and which of its samples."""
+        """Line and sample index, unique in a job."""
         return self.line, self.sample
 
     @property
     def samples(self) -> list[Request]:
-        """The n that run, each by itself."""
+        """The n samples of the row, each a request of its own."""
         return [replace(self, sample=i) for i in range(self.settings.n)]
 
     @property
     def new(self) -> int:
+        """Largest number of generated tokens."""
         return self.settings.max_new_tokens
 
     @property
     def key(self) -> str:
-        """What its answer depends on, and its id: two rows of one key have one answer, on whatever line they stand."""
+        """Digest of the id and of all inputs that the answer depends on.
+
+        Two rows with one key have one answer, whatever their lines.
+        """
         first = replace(self, sample=0)
         settings = asdict(self.settings) | {"seed": first.seed if self.settings.temperature else None}
         return _digest(json.dumps([self.id, settings, *self.form.mark]).encode() + self.tokens.tobytes())
@@ -103,7 +132,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A row that cannot be run, why, and what it is known by in the output; status as in HTTP: whose fault it is."""
+    """A row that cannot be run, and why.
+
+    Attributes:
+        line: line of the input.
+        id: the row's own id, or None.
+        error: message.
+        key: digest that identifies the row in the output.
+        form: format of its error.
+        status: HTTP status: 400 for an invalid request, 500 for a failure while answering.
+    """
 
     line: int
     id: Any
@@ -114,13 +152,19 @@ class Refused:
 
 
 def failed(request: Request, error: str) -> Refused:
-    """A row that could be read, and not be answered."""
+    """Return the error of a valid request that could not be answered (status 500)."""
     return Refused(line=request.line, id=request.id, error=error, key=request.key, form=request.form, status=500)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most tokens that are read of a row, each of so many characters at most, and the most that it may ask for."""
+    """Largest prompt and answer of a request.
+
+    Attributes:
+        tokens: prompt tokens.
+        longest: characters of the longest token.
+        new: generated tokens.
+    """
 
     tokens: float = math.inf
     longest: int = 1
@@ -128,7 +172,14 @@ class Limits:
 
     @classmethod
     def of(cls, params: Params, tokens: int) -> Limits:
-        """A text that no so many tokens of the model's could hold need not be cut into tokens to be refused."""
+        """Build limits that reject a text by its characters, before it is tokenized.
+
+        Without a tokenizer there is no limit.
+
+        Args:
+            params: the model, whose vocabulary has the longest token.
+            tokens: largest number of prompt tokens.
+        """
         if params.tokenizer is None:
             return cls()
         longest = max(map(len, params.tokenizer.core.get_vocab(with_added_tokens=True)), default=1)
@@ -136,10 +187,19 @@ class Limits:
 
     @property
     def characters(self) -> float:
+        """Characters that `tokens` tokens can hold at most."""
         return self.tokens * self.longest
 
     def check(self, asked: int, name: str = LENGTHS[0]) -> None:
-        """Raises ValueError for more new tokens, which the caller asks for by this name."""
+        """Check the number of generated tokens.
+
+        Args:
+            asked: requested tokens.
+            name: the caller's name of `max_new_tokens`, for the message.
+
+        Raises:
+            ValueError: more tokens than the limit.
+        """
         if asked > self.new:
             raise ValueError(
                 f"{name}={asked}: at most {self.new:,} are generated here; ask for fewer, or raise --new-tokens-limit"
@@ -147,7 +207,11 @@ class Limits:
 
 
 def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Limits:
-    """Those of a job."""
+    """Return the limits of a job.
+
+    Args:
+        most_new: limit of generated tokens, used where the cache has no limit of its own.
+    """
     return Limits(new=most_new) if config.unlimited else Limits.of(params, params.config.context)
 
 
@@ -156,14 +220,22 @@ def _digest(raw: bytes) -> str:
 
 
 def lines(path: Place) -> list[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers. Raises OSError."""
+    """Read the lines that are not blank, with their numbers from 1. Raises OSError."""
     return [(i, x) for i, x in enumerate(read_bytes(path).split(b"\n"), 1) if x.strip()]
 
 
 def read(
     numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings, most_new: int = MOST_NEW
 ) -> Iterator[Request | Refused]:
-    """The rows of numbered lines; of two with one id the second is refused. Whatever a row does, the next one comes."""
+    """Parse numbered lines into requests.
+
+    An invalid line gives a `Refused` and never stops the lines after it. A repeated id is refused.
+
+    Args:
+        numbered: line numbers and raw lines.
+        defaults: settings of rows that do not set their own.
+        most_new: limit of generated tokens, used where the cache has no limit of its own.
+    """
     ids: dict[str, int] = {}
     out: Request | Refused
     limit = limits(params, config, most_new)
@@ -184,7 +256,15 @@ def read(
 
 
 def parsed(raw: bytes, what: str = "the line") -> dict[str, Any]:
-    """The object of a line; its id is a text or a number, which every reader of the output can take."""
+    """Parse a JSON object whose id, if it has one, is a string or a number.
+
+    Args:
+        raw: JSON text.
+        what: its name in messages.
+
+    Raises:
+        ValueError: not a JSON object, a key given twice, NaN or infinity, or an id of another type.
+    """
     try:
         row = json.loads(raw, parse_constant=_no_number, object_pairs_hook=_object)
     except ValueError as error:
@@ -217,7 +297,18 @@ def request(
     defaults: Settings,
     limit: Limits,
 ) -> Request:
-    """One row of the input; ValueError names what is wrong with it."""
+    """Validate a row of the input and tokenize its prompt.
+
+    Args:
+        line: its line number.
+        row: its fields in jkv's own names.
+        defaults: settings that the row may override.
+        limit: largest prompt and answer.
+
+    Raises:
+        ValueError: names the field that is invalid, and why.
+    """
+    # Reject unknown fields, with the nearest known name.
     known = ("id", *PROMPTS, *EVERY)
     for name in row:
         if name not in known:
@@ -231,6 +322,7 @@ def request(
         raise ValueError(
             f"give exactly one of prompt (text), messages and tokens (ids); got {', '.join(given) or 'none'}"
         )
+    # Merge and check the settings.
     length = _length(row)
     settings = _settings(row, length, params, defaults)
     limit.check(settings.max_new_tokens, length)
@@ -239,6 +331,7 @@ def request(
         raise ValueError(f"{TEMPLATE} must be an object, such as {{'enable_thinking': false}}")
     if options and given[0] != "messages":
         raise ValueError(f"{TEMPLATE}: of messages only, as {given[0]} goes through no template")
+    # Reject a text that is too long before it is tokenized.
     if (n := _characters(given[0], prompt)) > limit.characters:
         raise ValueError(
             f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "
@@ -250,6 +343,7 @@ def request(
 
 
 def _prompt(kind: str, x: Any) -> Any:
+    """Check the type of a prompt given as `kind`, and return it."""
     fits = {
         "prompt": isinstance(x, str),
         "messages": isinstance(x, list),
@@ -268,14 +362,14 @@ def _prompt(kind: str, x: Any) -> Any:
 
 
 def _characters(kind: str, prompt: Any) -> int:
-    """Of what the tokenizer is to read, at least."""
+    """Count the characters that the tokenizer will read, at least."""
     if kind == "messages":
         return sum(len(m.get("content") or "") for m in prompt)
     return len(prompt) if kind == "prompt" else 0
 
 
 def _length(row: Mapping[str, Any]) -> str:
-    """The name by which a row says how many tokens it asks for; ValueError if it says two numbers."""
+    """Return the name under which a row sets its length. Raises ValueError for two different lengths."""
     given = [name for name in LENGTHS if row.get(name) is not None] or [LENGTHS[0]]
     if any(row.get(name) != row.get(given[0]) for name in given):
         raise ValueError(f"{' and '.join(given)} differ: give one")
@@ -283,7 +377,7 @@ def _length(row: Mapping[str, Any]) -> str:
 
 
 def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Settings) -> Settings:
-    """The row's own settings over the job's, checked; length: its name of `max_new_tokens`."""
+    """Merge a row's settings into the defaults and validate them; `length` is its name of `max_new_tokens`."""
     kinds = KINDS | {length: (int,)}
     own = {name: row[name] for name in kinds if row.get(name) is not None}
     for name, x in own.items():
@@ -299,7 +393,16 @@ def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Set
 
 
 def checked(settings: Settings, params: Params, length: str = LENGTHS[0]) -> Settings:
-    """The same settings; ValueError for one that is out of range. length: the caller's name of `max_new_tokens`."""
+    """Validate settings and return them.
+
+    Args:
+        settings: settings to validate.
+        params: the model, which must have a tokenizer for stop strings.
+        length: the caller's name of `max_new_tokens`, for the message.
+
+    Raises:
+        ValueError: a setting is out of range, or there are stop strings and no tokenizer.
+    """
     sampling.check(1, **settings.draws)
     if not 1 <= settings.n <= MOST_SAMPLES:
         raise ValueError(f"n={settings.n}: ask for 1 to {MOST_SAMPLES} answers to a prompt")

@@ -30,10 +30,10 @@ from jkv.batch.output_rows import parsed
 from jkv.batch.preemption import FAILED, STOPPED
 from jkv.batch.run import run
 from jkv.cli.app import app
-from jkv.engine import batch_size
+from jkv.engine import MOST_NEW, batch_size
 from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer
-from jkv.engine.request import MOST_NEW, Refused, Request, Settings, limits, read
+from jkv.engine.request import Refused, Request, Settings, limits, read
 from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 

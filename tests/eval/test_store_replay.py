@@ -84,8 +84,8 @@ def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch
     """The same trace through both, whose blocks are all of one size; room for 64, of which eight go at once."""
     visits, blocks, clock = talks(40, 3), 64, [0]
     monkeypatch.setattr("jkv.prefix_cache.store.time.time_ns", lambda: clock[0])
-    for part in ("io", "eval"):
-        monkeypatch.setattr(f"jkv.{part}.store.AT_ONCE", 8)
+    for part in ("prefix_cache.store", "eval.store_replay"):
+        monkeypatch.setattr(f"jkv.{part}.AT_ONCE", 8)
     record = {"k": np.zeros(16_000, np.float32)}
     Store(tmp_path / "one").put("", [1] * BLOCK, lambda i: record)
     size = next((tmp_path / "one").glob("*.kv")).stat().st_size

@@ -1,0 +1,41 @@
+"""Names are of the field: what a newcomer looks for is a file, and retired words name nothing that is public."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jkv
+
+ROOT = Path(jkv.__file__).parent
+PLACES = [Path(folder) for name in ("models", "training") for folder in getattr(jkv, name).__path__]
+FILES = [path for folder in (ROOT, *PLACES) for path in sorted(folder.rglob("*.py"))]
+STEMS = {path.stem for path in FILES} | {path.parent.name for path in FILES}
+
+# Participles and pronouns: they say how a sentence about the thing would go, not what it is.
+RETIRED = frozenset(
+    "said told asked held given made own most least one some found over there whole begun lost alone worth warm apart "
+    "begins beginnings answered suspended written named stored".split()
+)
+
+
+@pytest.mark.parametrize(
+    "word",
+    """scheduler speculative draft_length prefix_cache chunk_reuse openai stop_strings offload quest trimkv moe mla rope
+    receipt compile_cache memory_estimate disaggregated sampling tokenizer quantization eviction""".split(),
+)
+def test_what_a_newcomer_looks_for_is_a_file_or_a_folder(word: str):
+    assert any(word in stem for stem in STEMS)
+
+
+def test_retired_words_name_no_module_class_or_function():
+    names = {stem: "a module" for stem in STEMS}
+    for path in FILES:
+        names |= {
+            node.name: str(path)
+            for node in ast.parse(path.read_text("utf-8")).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+    assert not {name: where for name, where in names.items() if name.lower() in RETIRED}

@@ -1,4 +1,4 @@
-"""Model families as pure functions that know nothing of caches."""
+"""Model families as pure functions without a KV cache: configs, weights, layers, plain forward pass."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
@@ -72,7 +72,7 @@ __all__ = [
     "ssd",
 ]
 
-# the smallest config that says everything: for examples and tests
+# the smallest complete config, for examples and tests
 TINY = dict(
     model_type="llama",
     vocab_size=100,
@@ -120,7 +120,7 @@ Mix = Callable[[int, Mapping[str, Array], Array], tuple[Array, Any]]  # mixer, i
 
 
 def family(config: ModelConfig) -> ModuleType:
-    """The module with `embed`, `layer` (or `recur`, or both) and `head` of a model.
+    """Return the module of a model's family: `embed`, `head`, and `layer` (attention) or `recur` or both.
 
     >>> family(random(TINY).config) is FAMILIES["llama"]
     True
@@ -129,17 +129,17 @@ def family(config: ModelConfig) -> ModuleType:
 
 
 def rule(mixers: Mixers) -> ModuleType:
-    """The module with `start`, `read`, `step` and `settle` of the states of a model's blocks that recur, and `floats`.
+    """Return the module of a recurrence, `mamba2_ssd` or `gated_delta`: `start`, `read`, `step`, `settle` and `floats`.
 
     >>> rule(read_config(dict(model_type="mamba2", vocab_size=100, hidden_size=32, num_hidden_layers=1, num_heads=4,
-    ...     head_dim=16, n_groups=1)).mixers) is ssd
+    ...     head_dim=16, n_groups=1)).mixers) is mamba2_ssd
     True
     """
     return RULES[mixers.rule]
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a Hugging Face config dict; ValueError names a field or a family that is not supported.
+    """Convert a Hugging Face config dict to a ModelConfig; ValueError names an unsupported field or family.
 
     >>> read_config({"model_type": "mamba"})
     Traceback (most recent call last):
@@ -155,7 +155,7 @@ qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_ne
         raise ValueError(f"config field 'num_hidden_layers' = {depth!r}: {LAYERS:,} is the most that any model has")
     try:
         return FAMILIES[kind].config(hf)
-    except (TypeError, AttributeError, ArithmeticError) as error:  # a field of another kind than every such file has
+    except (TypeError, AttributeError, ArithmeticError) as error:  # a field has a type that no valid config has
         raise ValueError(f"the config of this {kind} model holds what none can ({error}): get its own") from error
 
 
@@ -167,11 +167,20 @@ def build(
     form: Form | str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
-    """Params of a Hugging Face config dict and thunks by tensor name ("model.layers.0.self_attn.q_proj.weight", ...).
+    """Build Params from a Hugging Face config dict and readers of the tensors.
 
-    Of what a thunk gives, rows are read when `put` needs them where they belong. form: what matrices are kept as, or
-    its name, int8 or int4; blocks: thunks of those that are kept as they are in a file. ValueError lists missing and
-    unused tensors, wrong shapes, NaNs.
+    Rows are read from what a reader returns when `put` needs them on their device.
+
+    Args:
+        config: Hugging Face config dict.
+        tensors: Functions that return a tensor, by name ("model.layers.0.self_attn.q_proj.weight", ...).
+        dtype: Float type of the weights.
+        put: Moves an array from the host to its devices.
+        form: Weight format of the matrices, or its name, int8 or int4; None: floats.
+        blocks: Readers of the tensors that are kept quantized as they are in a file.
+
+    Raises:
+        ValueError: Tensors are missing, unused, misshapen or hold NaN; the message lists them.
 
     >>> build(TINY, {}, jnp.float32)
     Traceback (most recent call last):
@@ -186,10 +195,10 @@ model.layers.0.self_attn.q_proj.weight and 16 more; take the config and the tens
 
 
 def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The config and the tensors of a checkpoint, made to agree about its head.
+    """Return the config and tensors of a checkpoint, made consistent about a tied head.
 
-    Where the config ties the head to the embedding, a head that is a copy of it is left out, and one that is not is
-    used: the config returned says so. So does transformers 5.
+    If the config ties the head to the embedding but the checkpoint has a head, a copy of the embedding is dropped; a
+    different head is used, and the returned config says so. transformers 5 does the same.
     """
     c = read_config(config)
     table = FAMILIES[c.family].TENSORS
@@ -206,7 +215,13 @@ def settle_head(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, 
 def random(
     config: ModelConfig | Mapping[str, Any], seed: int = 0, dtype: Any = jnp.float32, form: Form | str | None = None
 ) -> Params:
-    """Params of seeded numpy noise: the same numbers on every machine, for benchmarks and tests of shapes.
+    """Build Params of seeded numpy noise, with the same numbers on every machine, for benchmarks and tests.
+
+    Args:
+        config: ModelConfig or Hugging Face config dict.
+        seed: Seed of the noise.
+        dtype: Float type of the weights.
+        form: Weight format, as in `build`.
 
     >>> random(TINY).head.shape
     (100, 32)
@@ -219,7 +234,7 @@ def random(
 def abstract(
     config: ModelConfig, dtype: Any = jnp.float32, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
-    """Params of shapes alone, for compiling without weights; form, blocks: as for `build`.
+    """Build Params of shapes only, to compile without weights; `form` and `blocks` as in `build`.
 
     >>> abstract(read_config(TINY)).embed
     ShapeDtypeStruct(shape=(100, 32), dtype=float32)
@@ -228,10 +243,18 @@ def abstract(
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix) -> tuple[Array, Any]:
-    """Block i of x [B, T, E] at pos i32[B, T], and what the caller's function that it went through returned beside it.
+    """Run block i, which attends or recurs.
 
-    A block that attends calls attend(a, projected) -> (o [B, H, G, n, D], extra) of the newest n rows, the a-th of its
-    kind; one that recurs calls mix(m, weights, normed x [B, T, E]) -> (output [B, T, E], extra).
+    Args:
+        params: The model.
+        i: Index of the block among all blocks.
+        x: [B, T, E], input of the block.
+        pos: i32[B, T], positions.
+        attend: attend(a, projected) -> (o [B, H, G, n, D], extra) for the newest n rows, in the a-th attention block.
+        mix: mix(m, weights, normed x [B, T, E]) -> (output [B, T, E], extra), in the m-th recurrent block.
+
+    Returns:
+        The block's output, and the extra that `attend` or `mix` returned.
     """
     c, net = params.config, family(params.config)
     if c.mixers is None:
@@ -243,7 +266,7 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend, mix: Mix
 
 
 def fresh(c: ModelConfig, pos: Array) -> Mix:
-    """The mixers of a model that has seen nothing, for rows at pos i32[B, T]; each also gives its state."""
+    """Return mixers that start from an empty state, for rows at pos i32[B, T]; each also returns its new state."""
 
     def mix(_: int, w: Mapping[str, Array], x: Array) -> tuple[Array, State]:
         assert c.mixers is not None
@@ -254,7 +277,10 @@ def fresh(c: ModelConfig, pos: Array) -> Mix:
 
 
 def plain(c: ModelConfig, pos: Array) -> Attend:
-    """Attention over rows at pos i32[B, T] alone: softmax(q.k * scale) v in float32 over all visible keys."""
+    """Return dense causal attention over rows at pos i32[B, T], without a cache.
+
+    It computes softmax(q.k * scale) v in float32 over all visible keys.
+    """
     gap = pos[:, :, None] - pos[:, None, :]  # [B, T, S]
     alive = (gap >= 0) & (pos[:, None, :] >= 0)
 
@@ -264,7 +290,7 @@ def plain(c: ModelConfig, pos: Array) -> Attend:
         window = c.windows[i]
         see = alive if window is None else alive & (gap < window)
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * c.scale
-        # a finite floor: a pad sees nothing, and its row must not become NaN
+        # a finite floor, because a pad token sees no key and its row must not become NaN
         weights = softmax(jnp.where(see[:, None, None], logits, -1e30), a.sinks)
         return jnp.einsum("bhgts,bhsd->bhgtd", weights, a.v.astype(jnp.float32)), None
 
@@ -273,9 +299,12 @@ def plain(c: ModelConfig, pos: Array) -> Attend:
 
 @narrow
 def forward(p: Params, ids: Array, pos: Array) -> Array:
-    """Logits f32[B, T, V] of ids i32[B, T] at pos i32[B, T] (-1: a pad, seen by no one), with plain attention.
+    """Compute logits f32[B, T, V] with plain attention and no cache: the reference of the tests.
 
-    The oracle of the tests: no cache, and states from nothing.
+    Args:
+        p: The model.
+        ids: i32[B, T], token ids.
+        pos: i32[B, T], positions; -1 is a pad token, which no token sees.
 
     >>> forward(random(TINY), jnp.ones((1, 3), int), jnp.arange(3)[None]).shape
     (1, 3, 100)

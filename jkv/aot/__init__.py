@@ -1,1 +1,1 @@
-"""Does it fit, and what does it cost: by compilers of machines that are not here."""
+"""Memory and cost estimates by cross-compilation for accelerators that this machine does not have."""

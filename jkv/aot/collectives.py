@@ -1,4 +1,4 @@
-"""Collectives between the devices of a mesh, read from the text of a compiled program."""
+"""Collectives between the devices of a mesh, parsed from the text of a compiled program."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """`count` messages of one kind and shape in each step, in each flush, or once in a call; bytes: of all of them.
+    """Collective operations of one kind and shape, summed over the place where they run.
 
-    The bytes are those of the results on one device.
+    Attributes:
+        place: "step" (each decode step), "flush" (each flush) or "once" (each call).
+        kind: HLO operation, such as all-reduce.
+        shape: result shapes on one device.
+        count: number of operations.
+        bytes: bytes of all their results on one device.
     """
 
     place: str
@@ -33,7 +38,10 @@ class Collective:
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """The messages of a program's optimised HLO, those of each step first, the large ones first.
+    """Parse the collectives in a program's optimized HLO.
+
+    Returns:
+        Collectives of each step first, then of flushes and calls; the largest first within each.
 
     >>> body = '  %a = f32[8,64]{1,0:T(8,128)} all-reduce(%b), metadata={op_name="jit(f)/while/body/step/dot"}'
     >>> collectives("\\n".join(["ENTRY %main (x: f32[8,64]) -> f32[8,64] {", body, "}"]))
@@ -45,7 +53,7 @@ def collectives(text: str) -> tuple[Collective, ...]:
         if (hit := MESSAGE.search(line)) is None:
             continue
         arrays = [(x[0], _bytes(x)) for x in ARRAY.finditer(hit[1])]
-        if hit[3] and hit[2] != "all-reduce":  # the start of an asynchronous message also names what it is given
+        if hit[3] and hit[2] != "all-reduce":  # an asynchronous start lists its operands too; keep the result
             arrays = [max(arrays, key=lambda x: x[1])]
         key = place, hit[2], ", ".join(name for name, _ in arrays)
         count[key] += turns
@@ -55,12 +63,17 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 
 def _bytes(array: re.Match[str]) -> int:
-    bits = int(array[2] or 8)  # a truth value takes a byte
+    """Return the bytes of an array from its matched HLO type."""
+    bits = int(array[2] or 8)  # a pred takes a byte
     return prod(map(int, filter(None, array[3].split(",")))) * bits // 8
 
 
 def table(found: Sequence[tuple[str, str, Sequence[Collective]]]) -> Table:
-    """Markdown, of (cache, program, its collectives): KiB on one device."""
+    """Format collectives as a Markdown table, in KiB per device.
+
+    Args:
+        found: cache config, program and its collectives.
+    """
     out = Table(box=box.MARKDOWN)
     for name in ("cache", "program", "in each", "kind", "of", "messages", "KiB"):
         out.add_column(name, justify="right" if name in ("messages", "KiB") else "left")

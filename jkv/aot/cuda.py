@@ -1,6 +1,6 @@
-"""NVIDIA GPUs that are not there: the real compiler, memory analysis and machine code, without the device.
+"""Compilation for NVIDIA GPUs without a GPU: the real compiler, memory analysis and machine code.
 
-Run it in a process of its own (with JAX_PLATFORMS=cpu): loading the plugin changes what jax sees as its platforms.
+Run it in a process of its own with JAX_PLATFORMS=cpu, because loading the plugin changes the platforms that jax sees.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PIP = (
 MODULES = ["jax_plugins.xla_cuda13", "jax_cuda13_plugin"]
 if jax.__version_info__ < (0, 11):  # Mosaic GPU imports it
     MODULES.append("absl")
-CHIPS = {  # name: bytes a second, bytes, GHz; one compute capability (9.0) and one SM
+CHIPS = {  # name: description, bytes/s, bytes, GHz; both have compute capability 9.0 and the same SM
     "h100": ("NVIDIA H100 80GB HBM3", 3_350_000_000_000, 85_045_280_768, 1.98),
     "h200": ("NVIDIA H200", 4_800_000_000_000, 150_754_820_096, 1.98),
 }
-FLOPS = 989e12  # a second, of either in bfloat16
+FLOPS = 989e12  # FLOP/s of each in bfloat16
 TARGET = """gpu_device_info {{
  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -43,7 +43,7 @@ TARGET = """gpu_device_info {{
 
 
 def missing() -> str | None:
-    """What to install before anything here works, or None."""
+    """Return what to install before this module works, or None."""
     try:
         absent = [name for name in MODULES if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError:  # the parent package is absent
@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 @functools.cache
 def tools() -> Path | None:
-    """The folder of ptxas and nvdisasm, from the wheels of the CUDA compiler."""
+    """Return the folder of ptxas and nvdisasm from the wheels of the CUDA compiler, or None."""
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(root).glob("cu*/bin/ptxas")):
@@ -65,13 +65,13 @@ def tools() -> Path | None:
 
 @functools.cache
 def device(chip: str = "h200") -> Any:
-    """A compile-only device: what is compiled for it cannot run here."""
+    """Return a compile-only device. Programs compiled for it cannot run here."""
     if chip not in CHIPS:
         raise ValueError(f"unknown GPU {chip!r}; known: {', '.join(CHIPS)}")
     if (text := missing()) is not None:
         raise RuntimeError(text)
     folder = str(tools())
-    if folder not in os.environ["PATH"].split(os.pathsep):  # XLA and Mosaic look for ptxas there
+    if folder not in os.environ["PATH"].split(os.pathsep):  # XLA and Mosaic search PATH for ptxas
         os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
     name, bandwidth, memory, clock = CHIPS[chip]
     target = TARGET.format(name=name, bandwidth=bandwidth, memory=memory, clock=clock)
@@ -79,12 +79,16 @@ def device(chip: str = "h200") -> Any:
 
 
 def sharding(chip: str = "h200") -> NamedSharding:
-    """For a jax.ShapeDtypeStruct: an array that lies on one such GPU."""
+    """Return the sharding of an array on one GPU, for `jax.ShapeDtypeStruct`."""
     return NamedSharding(Mesh([device(chip)], ("gpu",)), PartitionSpec())
 
 
 def compiled(function: Any, *args: Any, chip: str = "h200") -> Any:
-    """The program of a function for arguments of these shapes: as_text(), memory_analysis(), cost_analysis()."""
+    """Compile a function for arguments of the given shapes.
+
+    Returns:
+        The program, with as_text(), memory_analysis() and cost_analysis().
+    """
     where = sharding(chip)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     return jax.jit(function).lower(*args).compile()
@@ -92,17 +96,25 @@ def compiled(function: Any, *args: Any, chip: str = "h200") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the assembler made of one Mosaic kernel."""
+    """Machine code of one Mosaic kernel, as reported by the assembler.
 
-    registers: int  # of a thread
-    spilled: int  # bytes, stores and loads
+    Attributes:
+        registers: registers per thread.
+        spilled: bytes of spill stores and loads.
+        serialised: whether each wgmma waits for the instruction before it.
+        loop: instructions of the inner loop, the smallest one with a tensor core instruction; 0 without one.
+        opcodes: number of each opcode in that loop.
+    """
+
+    registers: int  # per thread
+    spilled: int  # bytes of stores and loads
     serialised: bool  # a wgmma waits for each instruction before the next
     loop: int  # instructions of the inner loop: the smallest one with a tensor core instruction; 0: none
-    opcodes: dict[str, int]  # of that loop
+    opcodes: dict[str, int]  # in that loop
 
 
 def machines(function: Any, *args: Any, chip: str = "h200") -> list[Machine]:
-    """Compiles, and reads the machine code of each Mosaic kernel in the program."""
+    """Compile a function and return the machine code of each Mosaic kernel in it."""
     with dumps() as folder:
         compiled(function, *args, chip=chip)
         return [machine(path) for path in sorted(folder.rglob("*.ptx"))]
@@ -110,7 +122,7 @@ def machines(function: Any, *args: Any, chip: str = "h200") -> list[Machine]:
 
 @contextlib.contextmanager
 def dumps() -> Iterator[Path]:
-    """A folder that the Mosaic compiler writes its PTX into."""
+    """Yield a folder into which the Mosaic compiler writes its PTX."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
         before = {name: os.environ.get(name) for name in wanted}
@@ -125,10 +137,11 @@ def dumps() -> Iterator[Path]:
 
 
 def machine(ptx: Path) -> Machine:
-    """Assembles one PTX file and reads the assembler's report and the disassembly."""
+    """Assemble a PTX file and parse the assembler's report and the disassembly."""
     bin_folder, cubin = tools(), ptx.with_suffix(".cubin")
     assert bin_folder is not None
     assemble = [bin_folder / "ptxas", "-arch=sm_90a", "-v", ptx, "-o", cubin]
+    # Assemble, then disassemble.
     report = subprocess.run(assemble, check=True, capture_output=True, text=True).stderr
     code = subprocess.run([bin_folder / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
     registers = re.search(r"Used (\d+) registers", report)
@@ -145,9 +158,13 @@ def machine(ptx: Path) -> Machine:
 
 
 def inner_loop(code: str) -> list[str]:
-    """Opcodes of the smallest backward branch's body that holds a HGMMA, from nvdisasm -c.
+    """Return the opcodes of the smallest loop body that contains a HGMMA.
 
-    A branch without a condition closes no loop: it comes back from a wait, which lies behind everything else.
+    A loop ends in a conditional backward branch. An unconditional one returns from a wait, which is placed after all
+    other code.
+
+    Args:
+        code: output of nvdisasm -c.
     """
     labels: dict[str, int] = {}
     ops: list[str] = []

@@ -1,4 +1,4 @@
-"""The text of a compiled program: operations, how often they run, and their time by the compiler."""
+"""Parser for the text of compiled programs: operations, how often they run, and the compiler's cycle estimates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-PLACES = ("step", "flush", "once")  # the first two are named scopes of the programs
+PLACES = ("step", "flush", "once")  # the first two are named scopes in the programs
 CALLED = re.compile(
     r"\b(?:body|condition|calls|to_apply|called_computations|branch_computations)=\{?(%[^,\s}]+(?:, %[^,\s}]+)*)"
 )
@@ -17,7 +17,11 @@ CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def lines(text: str) -> Iterator[tuple[str, int, str]]:
-    """Every line of a program where it is called: its place, and how often loops of known length run it."""
+    """Yield the lines of a program, once per call site.
+
+    Yields:
+        Place (one of PLACES), how often loops of known length run the line, and the line.
+    """
     computations = _computations(text)
     waiting = [("", "once", 1)]
     while waiting:
@@ -31,7 +35,9 @@ def lines(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def cycles(text: str) -> dict[str, int]:
-    """Cycles of each place by the TPU compiler's own schedule of what it fused; none of Pallas kernels, nor of CPUs.
+    """Return the estimated cycles of each place, by the TPU compiler's schedule of its fusions.
+
+    Pallas kernels and programs for CPUs have none.
 
     >>> line = '  %a = f32[8] fusion(%b), calls=%c, metadata={op_name="f/step/add"}, "estimated_cycles":"120"'
     >>> cycles("ENTRY %main () -> f32[8] {\\n" + line)
@@ -45,7 +51,7 @@ def cycles(text: str) -> dict[str, int]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """The lines of every computation by its name; that of the entry is ''."""
+    """Split a program into computations: lines by name, "" for the entry."""
     out: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -57,9 +63,10 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _turns(line: str, computations: Mapping[str, Sequence[str]]) -> int:
-    """Of the loop of this line, if it says so or counts up to a constant; else 1."""
+    """Return the trip count of the loop on this line, if stated or counted up to a constant; else 1."""
     if (known := TURNS.search(line)) is not None:
         return int(known[1])
+    # Without a stated count, find the constant that the condition compares to.
     if (condition := CONDITION.search(line)) is None:
         return 1
     body = "\n".join(computations.get(condition[1], ()))
@@ -70,5 +77,6 @@ def _turns(line: str, computations: Mapping[str, Sequence[str]]) -> int:
 
 
 def _place(line: str) -> str | None:
+    """Return the named scope of PLACES that a line is in, or None."""
     name = re.search(r'op_name="([^"]*)"', line)
     return next((p for p in PLACES if name and f"/{p}/" in name[1]), None)

@@ -1,4 +1,4 @@
-"""Memory and time of the real programs, compiled for a machine that need not be here."""
+"""Memory and time of prefill and decode, from programs compiled for a machine that need not be here."""
 
 from __future__ import annotations
 
@@ -28,17 +28,26 @@ from jkv.models.weights.quantize import Form, check_divided
 from jkv.prompts import allocation
 from jkv.prompts.chunking import Chunks, chosen, gib, spare
 
-NEW = 256  # tokens generated
-TRIES = 6  # compilations in search of the largest batch
+NEW = 256  # generated tokens
+TRIES = 6  # compilations to find the largest batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, a cache and `batch` rows of at most `context` tokens.
+    """A model, a cache and a batch to estimate.
 
-    chunk: prompt tokens at a time, 0: all, or None: all where the target has room, or in the largest chunks for which
-    it has. mesh: such as "data=4,model=2", or None: as many devices as can share the kv heads do, the others divide the
-    rows. form: what matrices are kept as, or its name, or None: in dtype; blocks: those that are kept as in a file.
+    Attributes:
+        model: the model's config.
+        config: the cache.
+        batch: rows.
+        context: tokens of a row, prompt and answer.
+        chunk: prompt tokens per prefill chunk; 0 for the whole prompt; None for the whole prompt if the target has
+            memory for it, else the largest chunks that fit.
+        dtype: float type of weights and cache.
+        mesh: such as "data=4,model=2". None splits kv heads over as many devices as can share them, and rows over the
+            rest.
+        form: quantization of the matrices, or its name; None keeps them in `dtype`.
+        blocks: matrices that are kept as they are in a file.
     """
 
     model: ModelConfig
@@ -53,11 +62,11 @@ class Job:
 
     @property
     def params(self) -> models.Params:
-        """The weights' shapes."""
+        """Shapes of the weights."""
         return models.abstract(self.model, self.dtype, self.form, self.blocks)
 
     def over(self, target: Target) -> sharding.MeshPlan:
-        """The mesh of the target's devices; ValueError if they cannot share the job so."""
+        """Return the mesh of the target's devices. Raises ValueError if they cannot share the job."""
         if self.mesh is None:
             found = sharding.mesh(target.devices, self.model, self.batch)
         else:
@@ -69,13 +78,28 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One compiled program: bytes on each device, or why the compiler refused it.
+    """One compiled program, with bytes per device.
 
-    weights, cache and host (what of a cache lies in the memory of the host, beside `cache`), and moved_host (what of
-    that a step brings to the device) follow from shapes and shardings; temporary, peak, collectives, the text, flops,
-    bytes moved and cycles are the compiler's: of a loop whose length it does not know, those of one turn. The cycles
-    are those of a step, or of a program without steps; Pallas kernels are not in them. reading: of a prompt, why so
-    many tokens.
+    `weights`, `cache`, `host` and `moved_host` follow from shapes and shardings, the rest from the compiler. A loop of
+    unknown length counts as one turn.
+
+    Attributes:
+        what: name of the program.
+        weights: bytes of the weights.
+        cache: bytes of the cache on the device.
+        kernels: what computes attention.
+        compile_s: seconds of compilation.
+        temporary: bytes of temporaries.
+        peak: peak bytes.
+        flops: floating point operations.
+        moved: bytes accessed.
+        cycles: cycles of a step, or of a program without steps, without Pallas kernels.
+        refused: why the compiler rejected the program, or None.
+        collectives: operations between devices.
+        text: optimized HLO.
+        reading: for a prefill, why the chunk size was chosen.
+        host: bytes of the cache in host memory, not included in `cache`.
+        moved_host: bytes that a step moves from host memory to the device.
     """
 
     what: str
@@ -96,11 +120,16 @@ class Program:
     moved_host: int = 0
 
     def fits(self, target: Target) -> bool:
+        """Return whether the program compiles and fits into the memory of the target."""
         return self.refused is None and (target.memory is None or self.peak <= target.memory)
 
 
 def programs(job: Job, target: Target) -> Iterator[Program]:
-    """Prefill, then decode, for the target. ValueError for what cannot work, before anything is compiled."""
+    """Compile prefill, then decode, for the target.
+
+    Raises:
+        ValueError: the job cannot run; raised before anything is compiled.
+    """
     shapes, new = _shapes(job, target)
     longest = job.context - new
     yield _prefill(job, target, shapes, longest, _chunks(job, target, shapes, longest))
@@ -108,7 +137,10 @@ def programs(job: Job, target: Target) -> Iterator[Program]:
 
 
 def _prefill(job: Job, target: Target, shapes: Any, longest: int, chunks: Chunks, tries: int = TRIES) -> Program:
-    """The prefill of prompts of `longest` tokens, in smaller chunks than those where they turn out not to fit."""
+    """Compile the prefill of prompts of `longest` tokens.
+
+    If it does not fit, try smaller chunks, up to `tries` compilations.
+    """
     prompt, fresh = chunks.size or longest, not chunks.size
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
     found = _compile(
@@ -121,7 +153,7 @@ def _prefill(job: Job, target: Target, shapes: Any, longest: int, chunks: Chunks
 
 
 def _chunks(job: Job, target: Target, shapes: Any, longest: int) -> Chunks:
-    """How the target reads prompts of `longest` tokens, by an estimate."""
+    """Choose the prefill chunk size for prompts of `longest` tokens, by an estimate."""
     asked, over = job.config.chunk if job.chunk is None else job.chunk, job.over(target)
     if asked is not None:
         return Chunks.asked(asked, longest)
@@ -131,7 +163,7 @@ def _chunks(job: Job, target: Target, shapes: Any, longest: int) -> Chunks:
 
 
 def decode(job: Job, target: Target) -> Program:
-    """The decode loop for the target."""
+    """Compile the decode loop for the target."""
     cache, new = _shapes(job, target)
     shape: Any = jax.ShapeDtypeStruct
     logits = shape((job.batch, job.model.vocab), jnp.float32)
@@ -143,7 +175,19 @@ def decode(job: Job, target: Target) -> Program:
 
 
 def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
-    """The largest batch whose decode program fits, to one part in 16; 0: none. By proportion, then bisection."""
+    """Find the largest batch whose decode program fits, to one part in 16.
+
+    Args:
+        job: its batch is ignored.
+        target: must have a known memory size.
+        say: called with a line of text after each attempt.
+
+    Returns:
+        Rows, or 0 if none fit.
+
+    Raises:
+        ValueError: the memory of the target is unknown.
+    """
     memory = target.memory
     if memory is None:
         raise ValueError(f"the memory of {target.name} is not known: --largest needs a TPU topology or a GPU")
@@ -158,10 +202,17 @@ def largest(job: Job, target: Target, say: Callable[[str], None]) -> int:
 
 
 def search(share: Callable[[int], float], unit: int, most: int | None = None) -> int:
-    """The largest batch, a multiple of `unit`, whose share of the free memory is 1 at most; 0: none.
+    """Find the largest batch that fits, to one part in 16, in at most TRIES compilations.
 
-    To one part in 16, in at most TRIES compilations, from `most` down or, if there is none, from `unit` up: by
-    proportion, then bisection. A share of inf: the compiler refused.
+    The next batch is scaled by the memory share at first, then bisected.
+
+    Args:
+        share: maps a batch to its share of the free memory; inf if the compiler rejects it.
+        unit: the batch is a multiple of it.
+        most: start here and go down; None starts at `unit` and goes up.
+
+    Returns:
+        Rows, or 0 if none fit.
     """
     low, high, batch = 0, None, most or unit
     for _ in range(TRIES):
@@ -172,6 +223,7 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
             low = batch
         if low == most or (high is not None and high - low <= max(unit, low // 16)):
             break
+        # Bisect between bounds, else scale by the share taken.
         middle = low and high or taken == inf
         batch = (low + (high or 0)) // 2 if middle else int(batch / max(taken, 1e-9))
         batch = max(batch // unit * unit, low + unit)
@@ -180,7 +232,10 @@ def search(share: Callable[[int], float], unit: int, most: int | None = None) ->
 
 
 def _shapes(job: Job, target: Target) -> tuple[Any, int]:
-    """The shapes of the cache for the target's kernels (xla where it has none), and the new tokens it has room for."""
+    """Return the shapes of the cache and the number of generated tokens that it has capacity for.
+
+    The cache is laid out for the target's kernels, or for XLA if they cannot run.
+    """
     divided = job.config.over(job.over(target))
     compatibility.check(divided, job.model, job.chunk or job.config.chunk or 0)
     compatibility.check_prefill(divided, "jkv plan")
@@ -200,7 +255,10 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
 
 def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *rest: Any, **static: Any) -> Program:
-    """`carried`, a cache or a decode state, is given and returned in layouts of the compiler's choice."""
+    """Compile a program and measure it.
+
+    `carried`, a cache or a decode state, keeps a layout of the compiler's choice as argument and result.
+    """
     over, params = job.over(target), job.params
     cache = carried.cache if isinstance(carried, decode_loop.Decoding) else carried
     out = Program(
@@ -212,6 +270,7 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
         host=bytes_of(cache.layers, over.shardings(cache).layers, KIND),
         moved_host=moved_bytes(cache),
     )
+    # Compile; too little memory is a result, not an error.
     start = time.perf_counter()
     try:
         program = over.lower(function, (params, carried, *rest), static).compile()
@@ -219,6 +278,7 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return replace(out, refused=str(error).splitlines()[0], compile_s=time.perf_counter() - start)
+    # Read the compiler's analyses.
     memory, text, cost = program.memory_analysis(), program.as_text(), program.cost_analysis() or {}
     schedule = cycles(text)
     inside = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -236,14 +296,20 @@ def _compile(job: Job, target: Target, what: str, function: Any, carried: Any, *
 
 
 def bytes_of(tree: Any, where: Any, memory: str = "device") -> int:
-    """Bytes on one device, or in another memory."""
+    """Return the bytes of a pytree on one device.
+
+    Args:
+        tree: arrays or shapes.
+        where: their shardings.
+        memory: "device", or a memory kind such as KIND to count arrays in that memory only.
+    """
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(where), strict=True)
     own = ((x, s) for x, s in pairs if (s.memory_kind == KIND) == (memory == KIND))
     return sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in own)
 
 
 def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
-    """Markdown: GiB of one device."""
+    """Format the memory of programs as a Markdown table, in GiB per device."""
     of = "" if target.memory is None else f" of {target.memory / 2**30:.2f}"
     out = Table(box=box.MARKDOWN, caption="weights and cache from their shapes; the rest from the compiler")
     away = any(p.host for _, p in found)
@@ -269,10 +335,15 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
 
 
 def costs(found: Sequence[tuple[str, Program]], target: Target) -> Table:
-    """Markdown: what a device computes and moves, and the milliseconds that this takes at the rates of its vendor.
+    """Format the compute and memory traffic of programs as a Markdown table.
 
-    The decode program: one step and what a block does once. Least: weights and cache, read once. Schedule: the
-    compiler's own cycles of all that is no Pallas kernel, and the share of the peak that the FLOPs then reach.
+    Times in milliseconds follow from the vendor's rates. For decode they cover one step and the work that a block does
+    once.
+
+    Columns:
+        weights and cache: the least traffic, each read once.
+        schedule: the compiler's own cycles, without Pallas kernels.
+        of peak: share of the peak FLOP/s reached at that schedule.
     """
     out = Table(box=box.MARKDOWN)
     rest = ("GFLOP", "ms of them", "moved MiB", "ms of them", "weights and cache MiB", "schedule ms", "of peak")

@@ -1,4 +1,4 @@
-"""Programs for accelerators that are not here, by their real compilers."""
+"""Compilation targets: accelerators that this machine need not have, with their real compilers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is compiled for: its devices, bytes of memory of each (None: not known), and its kernels.
+    """A machine to compile for.
 
-    rates: of each device, bfloat16 FLOP and bytes of memory a second, as its vendor states them; clock: cycles a
-    second; None: not known.
+    Attributes:
+        name: name on the command line.
+        devices: its devices, for jax.
+        memory: bytes of each device, or None if unknown.
+        kernels: platform of its kernels: "tpu", "gpu" or "xla".
+        rates: bfloat16 FLOP/s and memory bytes/s of each device, as stated by the vendor, or None if unknown.
+        clock: cycles per second, or None if unknown.
     """
 
     name: str
@@ -23,7 +28,13 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """A TPU topology (v5e:2x4), a GPU (h200, h100), or cpu: this machine. Raises ValueError with what to install.
+    """Return the target of a name.
+
+    Args:
+        name: a TPU topology such as v5e:2x4, a GPU (h200, h100), or cpu for this machine.
+
+    Raises:
+        ValueError: an unknown name, or a missing compiler, with what to install.
 
     >>> target("cpu").kernels
     'xla'

@@ -1,4 +1,4 @@
-"""Compile-only TPUs: the real TPU compiler, from the libtpu wheel, on a machine that has none."""
+"""Compilation for TPUs without a TPU: the real compiler, from the libtpu wheel."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from typing import Any, NamedTuple
 
 from jkv.utils.optional_deps import install
 
-# HBM bytes of a device, as the vendor states them; tpu7x shows two devices a chip.
+# HBM bytes per device, as stated by the vendor; a tpu7x chip has two devices.
 CHIPS = {"v4": 32 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30, "tpu7x": 96 * 2**30}
-RATES = {  # of a device: FLOP a second in bfloat16, bytes a second
+RATES = {  # per device: bfloat16 FLOP/s, bytes/s
     "v4": (275e12, 1228e9),
     "v5e": (197e12, 819e9),
     "v5p": (459e12, 2765e9),
     "v6e": (918e12, 1640e9),
     "tpu7x": (1153e12, 3690e9),
 }
-ARRAY = 2 * 128 * 128  # FLOP of a matrix unit of 128 rows and columns in a cycle
+ARRAY = 2 * 128 * 128  # FLOP per cycle of a 128 x 128 matrix unit
 PER_CYCLE = {"v4": 8 * ARRAY, "v5e": 4 * ARRAY, "v5p": 8 * ARRAY, "v6e": 16 * ARRAY, "tpu7x": 16 * ARRAY}
 
 
 def devices(topology: str) -> list[Any]:
-    """The devices of a topology such as v5e:2x4 or v5p:2x2x1; ValueError without libtpu, or if unknown."""
+    """Return the devices of a topology.
+
+    Args:
+        topology: a chip and its grid, such as v5e:2x4 or v5p:2x2x1.
+
+    Raises:
+        ValueError: an unknown topology, or libtpu is missing.
+    """
     chip, _, grid = topology.partition(":")
     if chip not in CHIPS or ":" not in topology:
         raise ValueError(f"topology {topology!r}: a chip and its grid, such as v5e:2x4; chips are {', '.join(CHIPS)}")
     if find_spec("libtpu") is None:
         raise ValueError(f"compiling for a TPU needs its compiler, the libtpu wheel; {install('tpu-aot')}")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud about a machine that is not one
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query the cloud metadata server: this is no TPU machine
     from jax.experimental import topologies
 
-    alone = {"chips_per_host_bounds": (1, 1, 1)} if set(grid.split("x")) == {"1"} else {}  # else hosts of four
+    alone = {"chips_per_host_bounds": (1, 1, 1)} if set(grid.split("x")) == {"1"} else {}  # else 4 chips per host
     try:
         return list(topologies.get_topology_desc(topology, platform="tpu", **alone).devices)
     except Exception as error:
@@ -43,7 +50,7 @@ def devices(topology: str) -> list[Any]:
 
 
 def dump_schedules(folder: str | Path) -> None:
-    """From now on the compiler writes its final schedules there; only before it is first loaded."""
+    """Make the compiler write its final schedules to a folder. Call it before libtpu is first loaded."""
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra"
@@ -51,15 +58,24 @@ def dump_schedules(folder: str | Path) -> None:
 
 
 class Block(NamedTuple):
-    """A straight-line block of a schedule: one bundle is one cycle, empty ones are latency."""
+    """A straight-line block of a schedule. A bundle is one cycle; empty bundles are latency.
 
-    opens: bool  # a loop begins with it
-    depth: int  # loops around it
+    Attributes:
+        opens: a loop starts with it.
+        depth: number of enclosing loops.
+        cycles: its bundles.
+    """
+
+    opens: bool  # a loop starts with it
+    depth: int  # enclosing loops
     cycles: int
 
 
 def blocks(schedule: Path) -> list[Block]:
-    """Of a schedule, in order. A loop ends at a label: the compiler leaves the marks out of some bundles inside."""
+    """Parse the blocks of a schedule, in order.
+
+    A loop ends at a label, because the compiler omits the loop marks in some bundles inside.
+    """
     line_of = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\s*\{")
     depth, out = 0, list[Block]()
     for line in schedule.read_text().splitlines():
@@ -75,12 +91,12 @@ def blocks(schedule: Path) -> list[Block]:
 
 
 def largest(found: list[Block]) -> int:
-    """Cycles of the largest block: what one grid step of a kernel computes."""
+    """Return the cycles of the largest block, which is what one grid step of a kernel computes."""
     return max(x.cycles for x in found)
 
 
 def loop(found: list[Block]) -> int:
-    """Cycles of one iteration of the loop that the largest block is in, every branch taken.
+    """Return the cycles of one iteration of the loop around the largest block, with every branch taken.
 
     >>> loop([Block(False, 0, 9), Block(True, 1, 20), Block(True, 1, 3), Block(False, 1, 50), Block(False, 0, 7)])
     53
@@ -92,9 +108,14 @@ def loop(found: list[Block]) -> int:
 
 
 def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[Block]], int]) -> int:
-    """Cycles of a kernel by its newest schedule, `largest` or those of a `loop`.
+    """Return the cycles of a kernel, from its newest schedule.
 
-    Static: memory is not in it, so a step takes this or the time of its bytes, whichever is more.
+    A static count that excludes memory traffic: a step takes this or the time of its bytes, whichever is longer.
+
+    Args:
+        folder: folder of the schedules.
+        name: name of the kernel.
+        count: `largest` or `loop`.
     """
     found = sorted(Path(folder).glob(f"*{name}*-01-packed-bundles-post-ra*"))
     if not found:
@@ -103,7 +124,11 @@ def kernel_cycles(folder: str | Path, name: str, count: Callable[[list[Block]], 
 
 
 def kernel_memory(text: str, name: str) -> int:
-    """Bytes of VMEM that one call of a kernel takes, its operands' blocks and scratch, from a compiled program's text.
+    """Return the VMEM bytes of one kernel call: operand blocks and scratch.
+
+    Args:
+        text: text of the compiled program.
+        name: name of the kernel.
 
     >>> line = '%x = f32[8] custom-call(), op_name="name/pallas_call", "used_scoped_memory_configs":[{"size":"4096"}]'
     >>> kernel_memory(line, "name")

@@ -1,4 +1,4 @@
-"""A job: the rows of a file, each answered exactly once."""
+"""A batch job: its settings, mesh and manifest."""
 
 from __future__ import annotations
 
@@ -34,18 +34,26 @@ from jkv.utils.json_results import versions
 if TYPE_CHECKING:
     from jkv.io.object_store import Place
 
-Tell = Callable[[int, int, str], None]  # rows that are done, of so many, and how it goes
+Tell = Callable[[int, int, str], None]  # rows done, rows in all, and a line about progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked for.
+    """Settings of a job that answers each row of a file exactly once.
 
-    source, out: local, or in an object store (`jkv.io.object_store.place`). batch 0: as many rows at once as fit; over:
-    the mesh of this process, or of all processes, if there is one; shares: whether common beginnings are prefilled
-    once, where the cache allows it; most_new: new tokens of a row, where the cache has no limit of its own; retry:
-    whether rows that failed before are run again; store: of beginnings of prompts, which then are not shared within
-    the job; draft: "suffix" or "recycle", whose guesses change no token.
+    Attributes:
+        source: input, a local file or one in an object store (`jkv.io.object_store.place`).
+        out: output folder, local or in an object store.
+        params: the model.
+        config: the cache.
+        defaults: settings of rows that do not set their own.
+        batch: rows that decode at once; 0 for as many as fit.
+        over: mesh of this process or of all processes, or None.
+        shares: prefill shared prefixes once, where the cache config allows it.
+        most_new: limit of generated tokens per row, used where the cache has no limit of its own.
+        retry: run rows again that failed in an earlier run.
+        store: prefix cache; with one, prefixes are not shared within the job.
+        draft: drafter, "suffix" or "recycle", or None. Drafting changes no token.
     """
 
     source: Place
@@ -63,7 +71,11 @@ class Job:
 
     @cached_property
     def drafter(self) -> Drafter | None:
-        """The only one of the job; ValueError for a draft that cannot be: models read the rows of one generation."""
+        """The one drafter of the job, or None.
+
+        Raises:
+            ValueError: the job cannot draft: it has a mesh, or a drafter or cache config that a batch does not support.
+        """
         if self.draft is None:
             return None
         if self.over is not None:
@@ -73,33 +85,36 @@ class Job:
 
     @property
     def unit(self) -> int:
-        """Rows come in multiples of it."""
+        """Batch sizes are multiples of it."""
         return 1 if self.over is None else self.over.mesh.devices.shape[0]
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of how many that divide the rows this process is: those that share a mesh are one."""
+        """Index and number of the processes that divide the rows; processes that share a mesh count as one."""
         return (0, 1) if spans(self.over) else (jax.process_index(), jax.process_count())
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes its rows: of those that share a mesh the first does."""
+        """Whether this process writes its rows. Of processes that share a mesh only the first does."""
         return not spans(self.over) or jax.process_index() == 0
 
     @property
     def divided(self) -> CacheConfig:
-        """The config of its caches."""
+        """Cache config on the mesh of the job."""
         return self.config if self.over is None else self.config.over(self.over)
 
     def about(self) -> dict[str, Any]:
-        """What must be the same for a job to go on: whatever its tokens depend on beside the rows of its input, of
-        which each knows its own (`Request.key`), and who writes which rows."""
+        """Return what must be equal for a job to resume.
+
+        All inputs of the tokens except the rows, each of which has its own `Request.key`, and the number of processes,
+        which decides who writes which rows.
+        """
         return {
-            "jkv": version(),  # what a cache's text means
+            "jkv": version(),  # decides what the text of a cache config means
             "weights": fingerprint(self.params),
             "dtype": self.params.embed.dtype.name,
             "cache": repr(self.config) if not self.config.name else self.config.name,
-            # What the cache's text names may be trained again.
+            # The weights that the text of the config names may be retrained.
             "trained": weights((self.config.score, self.config.merge, self.config.select)) or None,
             "processes": self.place[1],
             **({"store_codec": self.store.codec.name} if self.store and self.store.codec.name else {}),
@@ -107,7 +122,11 @@ class Job:
         }
 
     def grain(self, rows: Sequence[Request]) -> Grain | None:
-        """Where prompts may be cut so that several rows share the first piece, or None: every row holds its own."""
+        """Return where prompts may be cut so that several rows share one prefix, or None if each row must hold its own.
+
+        Args:
+            rows: rows of the job.
+        """
         if self.over is not None or not rows:
             return None
         longest, new, config = max(len(r.tokens) + r.new for r in rows), max(r.new for r in rows), self.divided
@@ -117,7 +136,13 @@ class Job:
         return Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks) if divides else None
 
     def shapes(self, bucket: Bucket, rows: Sequence[Request], batch: int) -> Shapes:
-        """Of a batch of the bucket, in a job of these rows."""
+        """Return the array shapes of a batch.
+
+        Args:
+            bucket: rows of the batch.
+            rows: rows of the job.
+            batch: rows that decode at once.
+        """
         model, longest, guesses = self.params.config, bucket.length + bucket.new, self.drafter
         return Shapes(
             config=self.divided,
@@ -134,14 +159,14 @@ class Job:
 
 @cache
 def version() -> str | None:
-    """Of the distribution that this package came with, whatever its name."""
+    """Return the version of the distribution that installed this package, under any name."""
     names = metadata.packages_distributions().get(jkv.__name__, [])
     return " ".join(sorted({metadata.version(name) for name in names})) or None
 
 
 @cache
 def made() -> dict[str, Any]:
-    """What a job's tokens should not depend on, up to ties of floats: the source itself, jax and the device."""
+    """Return what the tokens should not depend on, up to ties of floats: source code, versions and device."""
     source = sha256()
     for root in (jkv.__path__[0], models.__path__[0]):
         for path in sorted(Path(root).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The output of a job: manifest.json, append-only JSON lines, report.json. A killed job resumes."""
+"""Job output in a local folder: manifest.json, append-only JSON lines, report.json. A killed job resumes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,26 @@ if TYPE_CHECKING:
     from jkv.io.object_store import Place
 
 _ROWS = re.compile(r"rows-\d+-of-\d+\.jsonl")
-NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # what file systems without them say
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # errors of file systems without hard links
 
 
 def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Make the folder that of this job, or go on with it; ValueError names what another job in it has otherwise.
+    """Create the output folder of a job, or resume the job in it.
 
-    made: what the tokens should not depend on, up to ties of floats; another one is said on stderr. Of several that
-    begin at once one is first, and the others meet its manifest: there is no row before there is a manifest.
+    If several processes start at once, one writes the manifest and the others compare theirs with it. No row is written
+    before the manifest.
+
+    Args:
+        out: output folder.
+        about: what must be equal to resume.
+        made: what the tokens should not depend on, up to ties of floats; a difference is reported on stderr.
+
+    Raises:
+        ValueError: the folder holds another job; the message has the differences.
     """
     path, new = out / "manifest.json", manifest(about, made)
     out.mkdir(parents=True, exist_ok=True)
-    found = [x.name for x in out.glob("rows-*.jsonl")]  # asked first: another process may begin now
+    found = [x.name for x in out.glob("rows-*.jsonl")]  # listed first: another process may start now
     if not all(map(_ROWS.fullmatch, found)):
         raise foreign(out, "an object store")
     begun = bool(found)
@@ -49,20 +57,28 @@ def claim(out: Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
 
 
 def manifest(about: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest as it is read back."""
+    """Return the manifest as it will be read back from JSON."""
     return json.loads(json.dumps({**about, "made": made}))
 
 
 def headless(out: Place) -> FormatError:
+    """Return the error of an output that has rows and no manifest."""
     return FormatError(out, "it holds rows and no manifest.json", "give another folder")
 
 
 def foreign(out: Place, where: str) -> FormatError:
+    """Return the error of an output whose rows were written to another kind of place."""
     return FormatError(out, f"its rows were written to {where}, in other files", "go on there, or give another place")
 
 
 def agree(out: Place, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises ValueError where two manifests are of different jobs; what only `made` has otherwise is said on stderr."""
+    """Compare the manifest of an output with that of this job.
+
+    A difference in `made` alone is reported on stderr.
+
+    Raises:
+        ValueError: the manifests are of different jobs.
+    """
     then, now = old.pop("made", None), new.pop("made")
     apart = _apart(old, new)
     if apart:
@@ -75,12 +91,13 @@ def agree(out: Place, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def _apart(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return the fields that differ, with both values; empty text if none do."""
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     return "; ".join(f"{name} {old.get(name)!r} there, {new.get(name)!r} now" for name in names)
 
 
 def _first(path: Path, text: str) -> bool:
-    """Write the text to a path that is not there; whether it was not. Of several processes it is one that does."""
+    """Create a file atomically. Returns False if it exists; of several processes exactly one gets True."""
     fresh = beside(path)
     try:
         create(fresh, text)
@@ -101,7 +118,7 @@ def _first(path: Path, text: str) -> bool:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """What is in it; without links it may be half written for a moment."""
+    """Read the manifest. Retries, because without hard links it may be half written for a moment."""
     for pause in (0.05, 0.2, 0):
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(old := json.loads(path.read_text("utf-8")), dict):
@@ -111,17 +128,32 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 class Shard:
-    """The rows that one process writes: whole lines, each on the disk when `add` returns.
+    """The rows that one process writes: whole lines, each on disk when `add` returns.
 
-    wanted: the key of each line that it is to answer; retry: whether those that failed are run again. `done` says what
-    is there: by line of the input, the tokens read and generated, or None for a row that failed. What a kill left of a
-    last line goes to a file `.torn` beside it, failures that are not wanted any more to `.old`; answers stay. Only one
-    process at a time can hold it.
+    What a kill left of a last line moves to a file `.torn` beside the rows, failures that are retried move to `.old`.
+    Answers always stay. A lock allows one process at a time.
+
+    Attributes:
+        done: tokens read and generated for each answered line of the input, or None if its row failed.
+        size: bytes of whole lines.
     """
 
     def __init__(
         self, out: Path, wanted: Mapping[int, str], process: int = 0, processes: int = 1, retry: bool = False
     ) -> None:
+        """Lock the file, repair it, and match its rows to the input.
+
+        Args:
+            out: output folder.
+            wanted: key of each line that this process answers.
+            process: index of the process.
+            processes: number of processes that divide the rows.
+            retry: drop failed rows, so that they run again.
+
+        Raises:
+            ValueError: another process holds the file, or it has answers that match no line.
+            FormatError: a line is damaged.
+        """
         self.path = out / f"rows-{process:05d}-of-{processes:05d}.jsonl"
         self.file = _locked(self.path)
         try:
@@ -140,7 +172,7 @@ class Shard:
             raise
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append the rows; OSError if they cannot be written, and then the file is as it was."""
+        """Append rows. If that fails, raises OSError and leaves the file as it was."""
         data = b"".join(map(dumped, rows))
         if not _is(self.path, self.file):
             raise OSError(f"{self.path} was taken away or replaced while this job wrote it: run the same command again")
@@ -156,10 +188,11 @@ class Shard:
         self.done |= map(tally, rows)
 
     def close(self) -> None:
+        """Release the lock."""
         os.close(self.file)
 
     def _cut(self) -> None:
-        """Move what follows the last newline out of the file."""
+        """Move the incomplete last line to a file of its own."""
         with self.path.open("rb") as file:
             file.seek(self.size)
             torn = file.read()
@@ -171,7 +204,7 @@ class Shard:
         note(f"{len(torn):,} bytes of a line without an end were cut from {self.path} and kept in {aside}")
 
     def _rewrite(self, lines: Sequence[int | None]) -> None:
-        """Give the rows these lines, whole or not at all; those of None go."""
+        """Replace the file atomically by rows with these line numbers; rows of None are dropped."""
         kept, old = [], []
         with self.path.open("rb") as file:
             for raw, line in zip(file, lines, strict=True):
@@ -194,7 +227,7 @@ class Shard:
         self.file, self.size = file, sum(map(len, kept))
 
     def _aside(self, suffix: str, data: bytes) -> Path:
-        """Append to a file beside the rows."""
+        """Append to a file beside the rows and return its path."""
         path = self.path.with_suffix(suffix)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -206,6 +239,7 @@ class Shard:
 
 
 def _write(file: int, data: bytes) -> None:
+    """Write all data and sync it to disk."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(file, rest) :]
@@ -213,19 +247,19 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _is(path: Path, file: int) -> bool:
-    """Whether the open file is the one at the path."""
+    """Return whether the open file is the one at the path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(file))
     return False
 
 
 def _locked(path: Path) -> int:
-    """The file at the path, made if need be, which no other process holds."""
+    """Open the file, creating it if needed, with an exclusive lock. Raises ValueError if another process has it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is(path, file):
-            raise BlockingIOError  # another process has just put a new one there
+            raise BlockingIOError  # another process has just replaced it
     except BlockingIOError:
         os.close(file)
         raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None

@@ -1,5 +1,7 @@
-"""The output of a job in an object store: no appends, renames or locks, so rows come in numbered objects that never
-change. A killed job resumes, as in `folder`."""
+"""Job output in an object store: rows in numbered objects that never change. A killed job resumes.
+
+Object stores have no appends, renames or locks; see `local_output` for the same output in a folder.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ if TYPE_CHECKING:
     from etils import epath
 
 AGAIN = "run the same command again: it goes on where it stopped"
-EVERY = 20.0  # seconds between two objects: at most so long a kill sets a job back
-MOST = 256  # objects that a run goes on with; more become one
+EVERY = 20.0  # seconds between two objects, and the most work that a kill loses
+MOST = 256  # objects that a run keeps; more are merged into one
 _PART = re.compile(r"(?P<stem>rows-\d+-of-\d+)\.(?P<generation>\d+)\.(?P<number>\d+)\.(?P<token>[0-9a-f]+)\.jsonl")
 
 
 def claim(out: epath.Path, about: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """`folder.claim` without a lock: of two jobs that begin at once the later one has the place, and the rows of the
-    other one meet `Parts`'s owner."""
+    """Do as `local_output.claim`, without a lock.
+
+    If two jobs start at once, the later one gets the place; the earlier one stops when `Parts` checks its owner.
+    """
     path, new, found = out / "manifest.json", manifest(about, made), names(out)
     if any(re.fullmatch(r"rows-.*\.jsonl", x) and not _PART.fullmatch(x) for x in found):
         raise foreign(out, "a local folder")
@@ -50,9 +54,12 @@ def claim(out: epath.Path, about: Mapping[str, Any], made: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """The name of an object of rows. Those of the highest generation count; the others wait to be deleted.
+    """Name of an object of rows.
 
-    token: of the run that wrote it, so that two runs never write one object.
+    Attributes:
+        generation: only objects of the highest generation count; the others wait to be deleted.
+        number: index within the generation.
+        token: identifies the run that wrote it, so that two runs never write the same object.
     """
 
     generation: int
@@ -60,22 +67,39 @@ class Part:
     token: str
 
     def name(self, stem: str) -> str:
+        """Return the file name."""
         return f"{stem}.{self.generation:04d}.{self.number:06d}.{self.token}.jsonl"
 
 
 class Parts:
-    """The rows that one process writes; see `folder.Shard`. `add` keeps them for EVERY seconds at most before they
-    become an object: a kill loses those, and their lines are answered anew.
+    """The rows that one process writes; see `local_output.Shard`.
 
-    No store locks for us, so the newest run leaves its token in an object `.owner`, and an older one that still runs
-    stops at its next write. What that one may have written meanwhile is taken out when the newer one ends. A change of
-    what is there (failed rows that are asked anew, lines that have moved, a row twice) is one object of the next
-    generation, which makes all older ones void the moment it is there.
+    `add` buffers rows for EVERY seconds at most before they become an object. A kill loses the buffered rows, and the
+    next run answers their lines again.
+
+    Without locks, the newest run puts its token into an object `.owner`, and an older run that still works stops at its
+    next write. Rows that it wrote meanwhile are removed when the newer run ends. A change of existing rows (failed rows
+    to retry, lines that moved, duplicates) is one object of the next generation, which replaces all older ones as soon
+    as it exists.
+
+    Attributes:
+        done: tokens read and generated for each answered line of the input, or None if its row failed.
+        waiting: buffered rows.
+        known: objects that count.
     """
 
     def __init__(
         self, out: epath.Path, wanted: Mapping[int, str], process: int = 0, processes: int = 1, retry: bool = False
     ) -> None:
+        """Take over the place and match its rows to the input.
+
+        Args:
+            out: output folder.
+            wanted: key of each line that this process answers.
+            process: index of the process.
+            processes: number of processes that divide the rows.
+            retry: drop failed rows, so that they run again.
+        """
         self.out, self.stem, self.wanted = out, f"rows-{process:05d}-of-{processes:05d}", wanted
         self.token, self.owner = uuid.uuid4().hex[:12], out / f"{self.stem}.owner"
         self.waiting: list[bytes] = []
@@ -86,15 +110,18 @@ class Parts:
         self.settle(retry)
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take the rows, and write all that wait if it is time; OSError if that fails, and then nothing is lost of
-        what was written before."""
+        """Buffer rows, and write the buffer if it is old enough.
+
+        Raises:
+            OSError: writing failed; rows that were written before are safe.
+        """
         self.waiting += map(dumped, rows)
         self.done |= map(tally, rows)
         if time.monotonic() - self.since >= EVERY:
             self.write()
 
     def close(self) -> None:
-        """Write what waits, and take out what an older run has written beside this one. OSError as `add`."""
+        """Write the buffer and remove rows that an older run wrote meanwhile. Raises OSError as `add` does."""
         self.write()
         self.check()
         if self.listed() - self.known:
@@ -102,7 +129,7 @@ class Parts:
         self.delete([self.owner.name])
 
     def check(self) -> None:
-        """Raises OSError if the place is another run's, or not there any more."""
+        """Raise OSError if another run has taken the place, or if it was deleted."""
         try:
             with reaching(self.owner, AGAIN):
                 ours = self.owner.read_bytes() == self.token.encode()
@@ -116,42 +143,52 @@ class Parts:
             )
 
     def write(self) -> None:
-        """Make the rows that wait an object."""
+        """Write the buffer as one object."""
         if self.waiting:
             self.check()
             self.append(b"".join(self.waiting))
             self.waiting, self.since = [], time.monotonic()
 
     def append(self, data: bytes) -> None:
-        """One more object of this generation."""
+        """Write one more object of this generation."""
         part = Part(self.generation, self.number, self.token)
         self.put(part.name(self.stem), data)
         self.number += 1
         self.known.add(part)
 
     def put(self, name: str, data: bytes) -> None:
+        """Write an object."""
         with reaching(self.out / name, AGAIN):
             (self.out / name).write_bytes(data)
 
     def delete(self, found: Iterable[str]) -> None:
+        """Delete objects."""
         for name in found:
             with reaching(self.out / name, AGAIN):
                 (self.out / name).unlink(missing_ok=True)
 
     def listed(self) -> set[Part]:
-        """Those of this process's share."""
+        """List the objects of this process's rows."""
         found = [x for x in map(_PART.fullmatch, names(self.out)) if x and x["stem"] == self.stem]
         return {Part(int(x["generation"]), int(x["number"]), x["token"]) for x in found}
 
     def settle(self, retry: bool = False) -> None:
-        """Read what is there; rows that are twice, torn, not wanted any more or in too many objects are written anew.
+        """Read the existing rows and match them to the input.
 
-        retry: whether failed rows are not wanted. Raises as `written.scan` and `written.answered`.
+        Rows are rewritten as one object of the next generation if some are duplicates, torn or no longer wanted, or if
+        they fill more than MOST objects.
+
+        Args:
+            retry: drop failed rows, so that they run again.
+
+        Raises:
+            FormatError, ValueError: as `output_rows.scan` and `output_rows.answered`.
         """
         listed = self.listed()
         self.generation = max((part.generation for part in listed), default=0)
         self.known = {part for part in listed if part.generation == self.generation}
         self.number = max((part.number + 1 for part in self.known), default=0)
+        # Match rows to the input.
         found, raws, torn = self.read()
         kept = once(found)
         lines = answered(self.out / f"{self.stem}.*.jsonl", [found[i] for i in kept], self.wanted)
@@ -159,6 +196,7 @@ class Parts:
             lines = [line if found[i].counts else None for i, line in zip(kept, lines, strict=True)]
         places = dict(zip(kept, lines, strict=True))
         self.done = {line: found[i].counts for i, line in places.items() if line is not None}
+        # Rewrite if anything changed.
         same = [places.get(i) for i in range(len(found))] == [x.line for x in found]
         if torn or not same or len(self.known) > MOST:
             old = [raws[i] for i, line in places.items() if line is None]
@@ -169,7 +207,7 @@ class Parts:
         self.delete(part.name(self.stem) for part in sorted(listed - self.known))
 
     def read(self) -> tuple[list[Written], list[bytes], list[bytes]]:
-        """The rows of the objects that count, each with its line of bytes, and what is torn."""
+        """Read the objects that count. Returns rows, their raw lines, and torn lines."""
         found, raws, torn = [], [], []
         for part in sorted(self.known):
             path = self.out / part.name(self.stem)
@@ -181,7 +219,7 @@ class Parts:
         return found, raws, torn
 
     def aside(self, suffix: str, lines: Sequence[bytes], what: str) -> None:
-        """Keep lines in an object of their own."""
+        """Write lines to an object of their own."""
         if lines:
             name = f"{self.stem}.{self.token}{suffix}"
             self.put(name, b"".join(lines))
@@ -189,7 +227,7 @@ class Parts:
 
 
 def once(found: Sequence[Written]) -> list[int]:
-    """The rows without those that answer the same line a second time, by index: an answer stays rather than a failure.
+    """Return the indices of rows without duplicates of a line; an answer is preferred to a failure.
 
     >>> once([Written(1, "a", None), Written(2, "b", None), Written(1, "a", (3, 2))])
     [2, 1]

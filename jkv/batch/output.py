@@ -1,4 +1,4 @@
-"""The place of a job's output: a folder, or an object store. What both do is here; how, in `folder` and `bucket`."""
+"""The output of a job: one interface for `local_output` and `object_store_output`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """The rows that one process writes. done: by line of the input, the tokens read and generated, or None for a row
-    that failed. All that were added are safe when `close` returns."""
+    """The rows that one process writes. Added rows are safe when `close` returns.
+
+    Attributes:
+        done: tokens read and generated for each answered line of the input, or None if its row failed.
+    """
 
     done: dict[int, Counts]
 
@@ -30,8 +33,14 @@ class Rows(Protocol):
 
 
 class Output(Protocol):
-    """claim: make the place that of a job, or go on with it; rows: the lines of a process, and those of before;
-    aside: its folder for rows without a result, or None; report: report.json, in place of an old one."""
+    """A place for the output of a job.
+
+    Methods:
+        claim: create the output of a job, or resume it.
+        rows: open the rows of a process, including rows of earlier runs.
+        aside: return the folder for rows without a result, or None.
+        report: write report.json, replacing an old one.
+    """
 
     def claim(self, about: Mapping[str, Any], made: Mapping[str, Any]) -> None: ...
 
@@ -44,7 +53,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Folder:
-    """Appends to one file a process, under a lock."""
+    """A local folder: one file per process, appended under a lock."""
 
     path: Path
 
@@ -63,7 +72,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Numbered objects that never change."""
+    """An object store: numbered objects that never change."""
 
     path: epath.Path
 
@@ -82,7 +91,7 @@ class Bucket:
 
 
 def output(at: Place) -> Output:
-    """What writes to a place.
+    """Return the output of a place.
 
     >>> output(Path("out"))
     Folder(path=PosixPath('out'))

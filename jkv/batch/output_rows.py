@@ -1,4 +1,4 @@
-"""Written rows: which lines of a file are rows, and which line of the input each of them answers."""
+"""Rows of an output file: parsing, damage, and the line of the input that each row answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from jkv.io.errors import FormatError
 if TYPE_CHECKING:
     from jkv.io.object_store import Place
 
-Counts = tuple[int, int] | None  # tokens read and generated; None: the row failed
-NAMED = 5  # lines that a message names
+Counts = tuple[int, int] | None  # tokens read and generated; None for a failure
+NAMED = 5  # most line numbers in a message
 
 
 @dataclass(frozen=True)
 class Written:
-    """One row of a file: the line of the input that it answers, the key of what was asked there, and its tokens."""
+    """One row of an output file.
+
+    Attributes:
+        line: line of the input that it answers.
+        key: key of the request (`Request.key`).
+        counts: tokens read and generated, or None for a failure.
+    """
 
     line: int
     key: str
@@ -26,12 +32,12 @@ class Written:
 
 
 def tally(row: Mapping[str, Any]) -> tuple[int, Counts]:
-    """A row's line, and what counts of it."""
+    """Return the line of a row and its token counts."""
     return row["line"], None if row.get("error") is not None else (row["prompt_tokens"], counted(row["tokens"]))
 
 
 def counted(tokens: list[Any]) -> int:
-    """Of one answer, or of several.
+    """Count the tokens of one answer or of several.
 
     >>> counted([5, 6, 7]), counted([[5, 6], [7]])
     (3, 3)
@@ -40,12 +46,12 @@ def counted(tokens: list[Any]) -> int:
 
 
 def dumped(row: Mapping[str, Any]) -> bytes:
-    """A row as a line that any reader of JSON takes; ValueError for NaN."""
+    """Serialize a row as a line of standard JSON. Raises ValueError for NaN."""
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def parsed(raw: bytes) -> Written:
-    """A line as a row.
+    """Parse a line of an output file. Raises ValueError, TypeError or KeyError if it is no row.
 
     >>> parsed(b'{"line": 7, "key": "ab", "error": "the prompt is empty"}').line
     7
@@ -59,9 +65,13 @@ def parsed(raw: bytes) -> Written:
 
 
 def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[Written], int]:
-    """The rows of a file, and the bytes up to its last newline: what follows is what a kill left of a line.
+    """Parse the lines of an output file.
 
-    Raises FormatError for a line that has its newline and is no row, wherever it stands: no kill leaves that.
+    Returns:
+        Rows, and bytes up to the last newline; a kill left what follows.
+
+    Raises:
+        FormatError: a line with its newline is no row, which no kill causes.
     """
     found, damaged, size = [], [], 0
     for number, raw in enumerate(lines, 1):
@@ -80,7 +90,8 @@ def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[Written], int]:
 
 
 def _named(numbers: Sequence[int]) -> str:
-    """
+    """Name line numbers for a message, NAMED of them at most.
+
     >>> _named([3]), _named([1, 2, 3, 4, 5, 6, 7])
     ('line 3', 'lines 1, 2, 3, 4, 5 and 2 more')
     """
@@ -89,16 +100,26 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 def relined(raw: bytes, line: int) -> bytes:
-    """A row with another line of the input."""
+    """Return a raw row with another line number."""
     row = json.loads(raw)
     return raw if row["line"] == line else dumped(row | {"line": line})
 
 
 def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -> list[int | None]:
-    """The line of the input that each row answers: its own one, or one that asks the same; None: the row failed, and
-    no line asks for it.
+    """Match rows of the output to lines of the input.
 
-    wanted: the key of each line. Raises ValueError for an answer that no line asks for: it is not ours to delete.
+    A row answers its own line, or another one with the same key. Answers are matched before failures.
+
+    Args:
+        path: output file, for messages.
+        found: rows of the output.
+        wanted: key of each line of the input.
+
+    Returns:
+        Line of each row; None for a failure that matches no line.
+
+    Raises:
+        ValueError: an answer matches no line, and answers must not be deleted.
 
     >>> from pathlib import Path
     >>> answered(Path("x"), [Written(1, "a", (3, 2)), Written(2, "b", None)], {2: "a", 3: "c"})
@@ -106,12 +127,13 @@ def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -
     """
     left = dict(wanted)
     lines: list[int | None] = [None] * len(found)
-    for failures in (False, True):  # what one asks for is rather an answer
+    for failures in (False, True):  # answers first
         some = [i for i, x in enumerate(found) if (x.counts is None) == failures]
         for i in some:
             if left.get(found[i].line) == found[i].key:
                 lines[i] = found[i].line
                 del left[found[i].line]
+        # Match the rest by key, the smallest line first.
         asked: dict[str, list[int]] = {}
         for line in sorted(left, reverse=True):
             asked.setdefault(left[line], []).append(line)
@@ -119,6 +141,7 @@ def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -
             if lines[i] is None and asked.get(found[i].key):
                 lines[i] = line = asked[found[i].key].pop()
                 del left[line]
+    # An answer without a line belongs to another job.
     strange = [i + 1 for i, (x, line) in enumerate(zip(found, lines, strict=True)) if line is None and x.counts]
     if strange:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""SIGTERM, the signal of preemption: the job is told, and ends in time even while XLA compiles."""
+"""Preemption: SIGTERM stops a job in time, even while XLA compiles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-GRACE = 8.0  # seconds between the signal and the end
-STOPPED = os.EX_TEMPFAIL  # 75: the same command goes on
-FAILED = os.EX_DATAERR  # 65: all rows are written, and some are errors
+GRACE = 8.0  # seconds between the signal and the exit
+STOPPED = os.EX_TEMPFAIL  # 75: the same command resumes the job
+FAILED = os.EX_DATAERR  # 65: all rows are written, some as errors
 
 
 @contextlib.contextmanager
 def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
-    """Within it SIGTERM makes the given function true; a process that is still there `grace` later ends with STOPPED.
+    """Yield a function that returns True after SIGTERM; `grace` seconds later the process exits with STOPPED.
 
-    Python's handlers wait for the main thread, which may be inside a compiler for minutes. So the signal's number goes
-    to a pipe at once, and a thread of its own reads it. For the main thread only.
+    Python's handlers wait for the main thread, which may be inside a compiler for minutes. So the signal number goes to
+    a pipe at once, and a separate thread reads it. Call it on the main thread only.
+
+    Args:
+        grace: seconds between the signal and the exit.
     """
     asked, over = threading.Event(), threading.Event()
     end, begin = os.pipe()
@@ -35,6 +38,7 @@ def stoppable(grace: float = GRACE) -> Iterator[Callable[[], bool]]:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    # Route signals to the pipe until the block ends.
     handler, wakeup = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(begin)
     try:
         yield asked.is_set

@@ -13,32 +13,33 @@ from jkv.core.sharding import MeshPlan
 
 
 def spans(over: MeshPlan | None) -> bool:
-    """Whether some devices of the mesh are another process's."""
+    """Return whether a mesh has devices of other processes."""
     return over is not None and len({d.process_index for d in over.mesh.devices.flat}) > 1
 
 
 def gathered(x: np.ndarray) -> np.ndarray:
-    """i64[processes,...] of what each process has."""
+    """Gather an i64 array from all processes to i64[processes,...]."""
     if jax.process_count() == 1:
         return x[None]
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(x.view(np.int32))).view(np.int64)  # jax has no int64 here
+    return np.asarray(multihost_utils.process_allgather(x.view(np.int32))).view(np.int64)  # jax has no int64 by default
 
 
 def any_of(stop: Callable[[], bool]) -> Callable[[], bool]:
-    """`stop` of all processes: true for all as soon as it is for one."""
+    """Return a function that is True on all processes as soon as `stop` is True on one."""
     return lambda: bool(gathered(np.array([stop()], np.int64)).any())
 
 
 class Heard:
-    """What is done of the rows that another process writes; see `output.Rows`."""
+    """Rows that another process writes; see `output.Rows`."""
 
     def __init__(self) -> None:
         self.done: dict[int, Counts] = {}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Count rows without writing them."""
         self.done |= map(tally, rows)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""

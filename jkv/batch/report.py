@@ -1,4 +1,4 @@
-"""The result of a job, as numbers, as text and as an exit code."""
+"""The report of a job: numbers, text and exit code."""
 
 from __future__ import annotations
 
@@ -11,16 +11,36 @@ from jkv.generation.receipt import rate, speed
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a job came to. Rows and tokens are those of all runs and all processes; speeds are of this run's work.
+    """Results of a job.
 
-    failed: rows written with an error; saved: prompt tokens of its rows that this run did not read, as others begin
-    alike, a store had them, or the rows had been suspended; cache_bytes: of the largest running batch of a process;
-    stopped: rows are left; resumed: rows that went on where an earlier run was stopped; suspended: rows that a later
-    run can go on with, suspended_bytes: of their arrays; drafts: of the first process, passes of batches, tokens of a
-    row that they verified beside each next one, and those of them that came; None: no drafts; draft_failed: after how
-    many tokens of its batches the drafter was left out, as it failed, and its error. stages: of a job of several
-    stages, the workers that were in each, their rows, tokens or steps (units), seconds and most bytes, what was handed
-    over, rows that were done again, and changes of a stage.
+    Rows and tokens count all runs and all processes; speeds are of this run.
+
+    Attributes:
+        cache: the cache config.
+        rows: rows of the input.
+        done: rows that are answered.
+        failed: rows that are written with an error.
+        tokens_prompt: prompt tokens of answered rows.
+        tokens_new: generated tokens of answered rows.
+        seconds: time of this run in the slowest process.
+        tokens_per_s: generated tokens per second of this run.
+        prefilled: prompt tokens that this run computed.
+        saved: prompt tokens that this run did not compute, because of a shared prefix, the prefix cache or a suspended
+            row.
+        cache_bytes: bytes of the largest running batch of a process.
+        batch: rows that decode at once.
+        buckets: size of each bucket.
+        programs: compiled programs.
+        compile_s: seconds of compilation.
+        processes: processes of the job.
+        stopped: whether rows are left.
+        resumed: rows that continued from an earlier run.
+        suspended: rows that a later run can resume.
+        suspended_bytes: bytes of their arrays.
+        drafts: of the first process: verify passes, draft tokens per row and accepted ones; None without drafts.
+        stages: of a job with prefill and decode workers: per stage its workers, rows, tokens or steps (units), seconds
+            and peak bytes; then caches handed over, rows done again, and workers that changed stage.
+        draft_failed: tokens after which the drafter failed, and its error; plain steps ran from there.
     """
 
     cache: str
@@ -49,26 +69,29 @@ class Report:
 
     @property
     def code(self) -> int:
-        """The exit code: STOPPED if rows are left, FAILED if all are written and some are errors, 0 otherwise."""
+        """Exit code: STOPPED if rows are left, FAILED if all are written and some are errors, else 0."""
         return STOPPED if self.stopped else FAILED if self.failed else 0
 
     @property
     def _speed(self) -> str:
-        """Of what this run generated, without what compiling took; "-" where that is too little to tell."""
+        """Generated tokens per second of this run without compilation; `speed` gives "-" if too few to measure."""
         made = round(self.tokens_per_s * self.seconds)
         return speed(rate(made, max(self.batch, 1), self.seconds - self.compile_s), 1)
 
     @property
     def _held(self) -> str:
+        """Text about prefixes that are held once."""
         rows = sum(b["held_once"] for b in self.buckets)
         return f"; {rows} rows share beginnings that are held once" if rows else ""
 
     @property
     def _kept(self) -> str:
+        """Text about suspended rows."""
         return f"{self.suspended_bytes / 2**20:,.1f} MiB: the next run goes on with them"
 
     @property
     def _failed(self) -> str:
+        """Text about a drafter that failed."""
         if self.draft_failed is None:
             return ""
         return f"; plain steps after {self.draft_failed[0]} tokens of its batches: {self.draft_failed[1]}"
@@ -97,7 +120,8 @@ class Report:
 
 
 def _stages(handed: dict[str, int], redone: int, changes: list[str], **stages: dict[str, Any]) -> list[str]:
-    """
+    """Format the lines about the stages of a job.
+
     >>> _stages({"rows": 2, "bytes": 1 << 20, "file_bytes": 1 << 20, "ahead": 2, "most_ahead": 1}, 0, [])
     ['handed over  2 rows, 1.0 MiB of caches, 1 of 2 ahead at most, 0 done again']
     """
@@ -114,7 +138,8 @@ def _stages(handed: dict[str, int], redone: int, changes: list[str], **stages: d
 
 
 def _drafts(passes: int = 0, drafted: int = 0, taken: int = 0) -> str:
-    """
+    """Format the draft counts.
+
     >>> _drafts(4, 10, 6)
     '2.50 tokens a pass, 6 of 10 drafted taken'
     """

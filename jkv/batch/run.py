@@ -1,4 +1,4 @@
-"""One run of a job by one process: bucket after bucket, with retries in smaller batches."""
+"""A run of a job in one process: bucket after bucket, with retries in smaller batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ from jkv.utils.notes import note
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a bucket ended before its rows did, and which of them were under way; alike: the others would fail too."""
+    """Why a bucket stopped before its rows ended.
+
+    Attributes:
+        text: error message.
+        rows: rows that were running.
+        alike: the other rows would fail in the same way.
+    """
 
     text: str
     rows: tuple[Request, ...]
@@ -43,30 +49,57 @@ class Failure:
 
 
 class Work:
-    """The rows of one process: `finish` answers those that are not written yet."""
+    """The rows of one process; `finish` answers rows that are not written yet.
+
+    Attributes:
+        shard: output of this process.
+        share: rows of this process.
+        requests: valid rows of this process, each sample apart.
+        suspended: records of unfinished rows.
+        parts: answers by sample of rows whose other samples still run.
+        buckets: rows grouped by length.
+        trial: catches the drafter's errors in all batches of the run.
+        new: tokens generated in this run.
+        batch: rows that decode at once, 0 until it is measured.
+        stopped: the job was stopped with rows left.
+        stages: report of prefill and decode workers, or None.
+    """
 
     def __init__(
         self, job: Job, shard: Rows, total: int, rows: list[Request | Refused], tell: Tell, aside: Path | None
     ) -> None:
-        """aside: the folder for rows under way when the job stops, or None."""
+        """Write the rows that are refused, and arrange the others in buckets.
+
+        Args:
+            job: settings of the job.
+            shard: output of this process.
+            total: rows of the input.
+            rows: rows of this process.
+            tell: reports progress.
+            aside: folder for unfinished rows when the job stops, or None.
+        """
         self.job, self.shard, self.total, self.tell = job, shard, total, tell
         self.share = len(rows)
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
         self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
         left = (r for r in self.requests if r.line not in shard.done)
         self.suspended = Suspended(aside, job.params, job.config, left)
-        self.parts: dict[int, dict[int, Answer]] = {}  # of rows that have answers, and not all of them
+        self.parts: dict[int, dict[int, Answer]] = {}  # answers by line and sample
         shares = job.shares and job.config.splits and job.store is None
         self.buckets = self.arranged(self.requests, shares, job.grain(self.requests) if shares else None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
         self.drafter, self.drafted = job.drafter, Counter[str]()
-        self.trial = Trial()  # of the drafter, in all batches of this run
+        self.trial = Trial()  # catches errors of the drafter in all batches of this run
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
         self.stages: dict[str, Any] | None = None
 
     def finish(self, stop: Callable[[], bool]) -> None:
-        """Rows at once are halved where a bucket cannot run, and then its rows; one alone gets its error."""
+        """Run all buckets until their rows have ended or `stop` returns True.
+
+        If a bucket fails, it runs again with half of the rows at once, then with its shorter rows apart from its longer
+        ones. A row that fails alone gets its error.
+        """
         todo = [(bucket, 0) for bucket in self.buckets[::-1]]
         while todo and not self.stopped:
             bucket, most = todo.pop()
@@ -78,10 +111,11 @@ class Work:
             todo += self.follow(bucket, most, stop)
 
     def arranged(self, rows: list[Request], shares: bool, grain: Grain | None = None) -> list[Bucket]:
-        """The buckets of rows; where one row has no room for its prompt, it is read in chunks, whatever the batch."""
+        """Group rows into buckets. A prompt that does not fit for a single row is prefilled in chunks."""
         return [self.cut(bucket) for bucket in arrange(rows, shares, grain)]
 
     def cut(self, bucket: Bucket) -> Bucket:
+        """Set the prefill chunk of a bucket. In chunks, prefixes are not shared."""
         config, chunk = self.job.config, self.job.config.chunk
         if chunk is None and bucket.length > LEAST:
             dtype = self.job.params.embed.dtype
@@ -93,24 +127,33 @@ class Work:
 
     @cached_property
     def free(self) -> int:
-        """Bytes of each device beside the weights; of a mesh of several processes all say the same."""
+        """Free bytes of each device beside the weights; processes that share a mesh agree on the least."""
         free = spare(self.job.over)
         return int(gathered(np.array([free], np.int64)).min()) if spans(self.job.over) else free
 
     @property
     def done(self) -> frozenset[tuple[int, int]]:
-        """What need not run (any more), by `Request.part`."""
+        """Samples that need not run, by `Request.part`."""
         return frozenset(
             r.part for r in self.requests if r.line in self.shard.done or r.sample in self.parts.get(r.line, ())
         )
 
     def left(self, bucket: Bucket) -> list[Request]:
+        """Return the rows of a bucket that still have to run."""
         done = self.done
         return [r for r in bucket.rows if r.part not in done]
 
     def follow(self, bucket: Bucket, most: int, stop: Callable[[], bool]) -> list[tuple[Bucket, int]]:
-        """Run a bucket, `most` rows at once if that is not 0, until its rows have ended, the job is to stop, or it
-        fails; what to try then, the last one first."""
+        """Run a bucket until its rows have ended, the job stops, or it fails.
+
+        Args:
+            bucket: rows to run.
+            most: rows at once; 0 chooses.
+            stop: whether to stop.
+
+        Returns:
+            Buckets to run next, with their rows at once; the last one first.
+        """
         unit, rows = self.job.unit, most
         running: Running | None = None
         answers: Iterator[list[Answer | Refused]] = iter(())
@@ -126,8 +169,9 @@ class Work:
                     answers = running.answers(self.done)
                 ended = next(answers, None)
             except BaseException as error:
-                if not survivable(error) or spans(self.job.over):  # of the others nobody knows how far they are
+                if not survivable(error) or spans(self.job.over):  # the state of the other processes is unknown
                     raise
+                # Without running rows, or out of memory before any row ended, the other rows would fail too.
                 under_way = () if running is None else tuple(running.under_way)
                 alike = not under_way or (not wrote and "RESOURCE_EXHAUSTED" in str(error))
                 failure = Failure(text=said(error), rows=under_way, alike=alike)
@@ -147,7 +191,7 @@ class Work:
         return [] if failure is None else self.otherwise(bucket, rows, failure)
 
     def suspend(self, running: Running) -> None:
-        """Keep the rows under way for the next run, as many as can be; the others begin anew then."""
+        """Write records of as many running rows as possible. The others restart in the next run."""
         rows = len(running.under_way)
         try:
             running.suspend()
@@ -158,13 +202,13 @@ class Work:
             note(f"{lost} of {rows} rows under way could not be kept and will begin anew ({said(error)})")
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Rows that have a result: nothing else is kept of them."""
+        """Write rows that have a result, and delete their records."""
         self.shard.add(rows)
         self.suspended.forget({row["key"] for row in rows})
 
     def write(self, nbytes: int, ended: Sequence[Answer | Refused]) -> None:
-        """Rows that ended, beside caches of so many bytes."""
-        if rows := {row["line"]: row for x in ended if (row := self.whole(x))}:  # once, if several samples failed
+        """Write the rows that ended, and report progress; `nbytes` is the size of the running caches."""
+        if rows := {row["line"]: row for x in ended if (row := self.whole(x))}:  # once, even if several samples failed
             self.add(list(rows.values()))
         before = self.suspended.resumed
         self.new += sum(len(x.tokens) - before.get(x.request.part, 0) for x in ended if isinstance(x, Answer))
@@ -173,9 +217,9 @@ class Work:
         self.tell(len(self.shard.done), self.share, f"{speed:,.0f} tokens/s, cache {nbytes / 2**20:,.0f} MiB")
 
     def whole(self, x: Answer | Refused) -> dict[str, Any] | None:
-        """The row that is written: when all of its samples have ended, or one has failed."""
+        """Return the output row once all of its samples have ended or one has failed, else None."""
         line = x.line if isinstance(x, Refused) else x.request.line
-        if line in self.shard.done:  # another sample has failed
+        if line in self.shard.done:  # another sample failed
             return None
         if isinstance(x, Refused):
             return _row(x)
@@ -187,19 +231,34 @@ class Work:
         return _row(*(found[i] for i in sorted(found)))
 
     def otherwise(self, bucket: Bucket, rows: int, failure: Failure) -> list[tuple[Bucket, int]]:
-        """What to try after a failure: fewer rows at once, then the shorter rows without the longer ones."""
+        """Choose what to run after a failure.
+
+        First fewer rows at once, then shorter rows apart from longer ones, then row by row.
+
+        Args:
+            bucket: bucket that failed.
+            rows: rows that it ran at once.
+            failure: what went wrong.
+
+        Returns:
+            Buckets with their rows at once.
+        """
         unit, left = self.job.unit, self.left(bucket)
+        # Fewer rows at once.
         if rows > unit:
             fewer = max(rows // 2 // unit * unit, unit)
             note(f"{rows} rows at once failed ({failure.text}); going on with {fewer}")
             return [(bucket, fewer)]
+        # Shorter rows apart from longer ones, without shared prefixes.
         shapes = sorted({shape(r) for r in left})
         if len(shapes) > 1 or bucket.shared:
             long = set(shapes[len(shapes) // 2 :])
             parts = [[r for r in left if shape(r) not in long], [r for r in left if shape(r) in long]]
             return [(b, 0) for part in parts if part for b in self.arranged(part, False)]
-        if not failure.alike and len(failure.rows) > 1:  # a mesh takes no fewer
+        # Row by row.
+        if not failure.alike and len(failure.rows) > 1:  # on a mesh several rows ran at once
             return [(b, 0) for r in left for b in self.arranged([r], False)]
+        # Give up: write the errors.
         lost = left if failure.alike else failure.rows
         note(f"{len(lost)} rows failed: {failure.text}")
         self.add(
@@ -208,18 +267,19 @@ class Work:
         return [(bucket, 0)]
 
     def size(self, bucket: Bucket) -> int:
-        """Rows at once; `largest`, when they are first asked for, unless the job says how many."""
+        """Return the rows at once: as the job says, else measured once."""
         self.batch = self.batch or self.job.batch or self.largest(bucket)
         return self.batch
 
     def largest(self, bucket: Bucket) -> int:
-        """Rows at once that fit in the bucket, the longest one that can run at all."""
+        """Find how many rows of a bucket fit at once. Longest buckets run first, so smaller ones fit too."""
         job, most = self.job, max(len(b.rows) for b in self.buckets)
         shapes = partial(job.shapes, bucket, self.requests)
         return batch_size.largest(job.params, shapes, most, job.unit, job.over, self.free)
 
     def report(self) -> Report:
-        """Of all processes; the first of them writes it."""
+        """Build the report of all processes. The first process writes it."""
+        # Sum the counts of all processes, and take the largest size and time.
         done = [x for x in self.shard.done.values() if x is not None]
         counts = [len(done), len(self.shard.done) - len(done), sum(p for p, _ in done), sum(n for _, n in done)]
         seconds = time.perf_counter() - self.start
@@ -263,7 +323,10 @@ class Work:
 
 
 def _row(x: Answer | Refused, *more: Answer) -> dict[str, Any]:
-    """A line of the output, of all samples: what its form says, and what a run that goes on needs."""
+    """Return the output row of all samples, or of an error.
+
+    It has the fields of the row's format and the fields that a later run needs to resume.
+    """
     if isinstance(x, Refused):
         return {"line": x.line, **x.form.refusal(x.id, x.key, x.error, x.status), "key": x.key}
     request, read_, each = x.request, len(x.request.tokens), [x, *more]
@@ -279,38 +342,49 @@ def _row(x: Answer | Refused, *more: Answer) -> dict[str, Any]:
     return {"line": request.line, **shown, "tokens": tokens, "prompt_tokens": read_, "key": request.key}
 
 
-By = Callable[[Work, Callable[[], bool]], None]  # answers the rows of a job that are left
+By = Callable[[Work, Callable[[], bool]], None]  # answers the rows that are left
 
 
 def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) -> Report:
-    """Answers every row that is not yet in the folder, until all are or `stop` says so. by: how, here or by other
-    processes (`stages.crew.staged`).
+    """Answer every row that is not in the output yet, until all are or `stop` returns True.
 
-    Raises ValueError for a job that cannot run or a folder of another job, OSError if the output cannot be written;
-    what was written before is kept, and the same job goes on from there.
+    Args:
+        job: settings of the job.
+        stop: whether to stop.
+        tell: reports progress.
+        by: answers the rows: in this process, or by workers (`disaggregated.coordinator.staged`).
+
+    Returns:
+        The report of all processes.
+
+    Raises:
+        ValueError: the job cannot run, or the output holds another job.
+        OSError: the output cannot be written. Rows written before are kept, and the same job resumes from them.
     """
+    # Validate the job.
     use_disk_cache()
     job = replace(job, config=job.config.bound(job.params))
     check(job.divided, job.params.config, job.config.chunk or 0)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
-    job.drafter  # noqa: B018  # refused before anything is read
+    job.drafter  # noqa: B018  # raises before anything is read
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
     if job.store is not None and job.over is not None:
         raise ValueError("--store: the beginnings of prompts are those of one device; leave out --mesh, or --store")
     limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
+    # Parse the input and open the output.
     rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))
     process, processes = job.place
     own = rows[process::processes]
     shard: Rows = Heard()
     aside: Path | None = None
-    about = job.about()  # by all processes: the weights may lie on the devices of all
+    about = job.about()  # on all processes, because the weights may be sharded over them
     if job.writes:
         place = output(job.out)
         place.claim(about, made())
         shard = place.rows({r.line: r.key for r in own}, process, processes, job.retry)
-        aside = place.aside(process, processes) if job.over is None else None  # a mesh divides all rows or none
+        aside = place.aside(process, processes) if job.over is None else None  # rows on a mesh are not suspended
     try:
         if spans(job.over):
             stop = any_of(stop)

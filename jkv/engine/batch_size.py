@@ -1,4 +1,4 @@
-"""The batch size: as many rows as fit, by the compiler's memory of the job's own programs."""
+"""The batch size: as many rows as fit, by the compiler's memory analysis of the job's own programs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jkv.prompts.tokenization import stop_ids_of
 from jkv.speculative.draft_length import NODES
 from jkv.speculative.verify import Draft, verify
 
-AT_ONCE = {"cpu": 32}  # rows from which on a step takes as long as its rows: more only leave more behind at the end
+AT_ONCE = {"cpu": 32}  # rows from which step time grows with the rows: more rows only lengthen the end of a job
 ELSEWHERE = 256
-WAVE = 8  # a wave is this part of the rows
+WAVE = 8  # a wave has 1 / WAVE of the rows
 
 
 def several(rows: int, unit: int) -> int:
-    """Rows of a wave: few, so that slots do not wait long for it; in whole units.
+    """Return the rows of a wave: few, so that free slots are filled soon, and a multiple of `unit`.
 
     >>> several(32, 1), several(8, 4)
     (4, 4)
@@ -38,19 +38,27 @@ def several(rows: int, unit: int) -> int:
 
 
 def whole(rows: int, unit: int) -> int:
-    """Rounded up to whole units."""
+    """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
 
 def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
-    """Bytes on each device beside the weights: of a block, of a pass if there are drafts, or of a wave's prefill beside
-    the running rows."""
+    """Return the bytes that a batch needs on each device beside the weights.
+
+    The largest of: a decode block, a verify pass if the batch drafts, and the prefill of a wave beside the running
+    rows.
+
+    Args:
+        shapes: cache, rows and sampling settings of the batch.
+        over: the mesh, or None for one device.
+    """
     params = replace(params, config=shapes.model)
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
     draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     chunk = shapes.bucket.chunk
     ids = shape((shapes.several, chunk or shapes.bucket.length))
+    # On one device, compile block, verify pass and prefill from shapes.
     if over is None:
         block, prefill = Cost(runs=False), Cost(runs=False)
         block.begin(run_block, params, state, draws, shape(()))
@@ -61,6 +69,7 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
         prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)
+    # On a mesh, compile each program whole and count its shards.
     block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
     prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=not chunk)
 
@@ -74,7 +83,18 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
 def largest(
     params: Params, shapes: Callable[[int], Shapes], rows: int, unit: int, over: MeshPlan | None, free: int
 ) -> int:
-    """The largest batch, at most `rows`, a multiple of `unit`, that fits `free` bytes a device; ValueError if none."""
+    """Find the largest batch that fits.
+
+    Args:
+        shapes: maps a number of rows to the shapes of the batch.
+        rows: rows to run, which limits the batch.
+        unit: the batch size is a multiple of it.
+        over: the mesh, or None for one device.
+        free: free bytes per device.
+
+    Raises:
+        ValueError: not even `unit` rows fit.
+    """
 
     def share(batch: int) -> float:
         try:

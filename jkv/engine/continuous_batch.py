@@ -1,4 +1,4 @@
-"""Continuous batching: rows are prefilled in waves, admitted between two blocks, and answered one by one."""
+"""Continuous batching: rows are prefilled in waves, admitted between blocks, and answered one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from jkv.speculative.proposer import Drafter
 
 
 class Running(Slots):
-    """One bucket's batch, whose rows are prefilled where they decode. `answers` is the loop; between two of its yields
-    a job may stop, and nothing is lost."""
+    """The running batch of one bucket, which prefills and decodes on the same devices.
+
+    `answers` is the loop. A job may stop between two of its yields without losing a row.
+
+    Attributes:
+        prompts: prefill of the batch.
+        suspended: records of rows that a stopped run left unfinished.
+        entering: requests of the wave that is being admitted.
+    """
 
     def __init__(
         self,
@@ -33,7 +40,16 @@ class Running(Slots):
         trial: Trial | None = None,
         suspended: Suspended | None = None,
     ) -> None:
-        """suspended: where rows of this job that a stopped run left may be, and go if this one stops."""
+        """Allocate an empty batch.
+
+        Args:
+            shapes: cache, rows and sampling settings of the batch.
+            cost: runs and times the programs.
+            store: prefix cache, or None.
+            drafter: proposes draft tokens for all rows.
+            trial: catches the drafter's errors; several batches may share it.
+            suspended: records of unfinished rows, read on admission and written by `suspend`; None for no records.
+        """
         super().__init__(params, shapes, cost, drafter, trial)
         self.prompts = Prefilling(params, shapes, cost, store)
         self.suspended = suspended or Suspended(None, params, shapes.config)
@@ -41,15 +57,20 @@ class Running(Slots):
 
     @property
     def nbytes(self) -> int:
-        """Of the caches of the rows, and of the common beginnings."""
+        """Bytes of the rows' caches and of the shared prefixes."""
         return super().nbytes + self.prompts.nbytes
 
     @property
     def under_way(self) -> list[Request]:
+        """Requests that occupy a slot or are being admitted."""
         return [*super().under_way, *self.entering]
 
     def answers(self, done: Container[tuple[int, int]]) -> Iterator[list[Answer | Refused]]:
-        """The rows that ended, block by block; those that are done (`Request.part`) are left out."""
+        """Run the batch, yielding after each block the rows that ended.
+
+        Args:
+            done: values of `Request.part` to leave out.
+        """
         waiting = waves(self.shapes.bucket, self.shapes.several, done)
         wave = next(waiting, None)
         while wave is not None or any(self.slots):
@@ -59,12 +80,12 @@ class Running(Slots):
             yield self.block()
 
     def fits(self, wave: Wave) -> bool:
-        """Whether its rows find free slots, and a beginning that it brings a place."""
+        """Return whether free slots hold the rows of a wave, and whether its prefix has a place."""
         holds = not wave.heads or not self.shapes.bucket.common or self.place is not None
         return holds and len(wave.rows) <= self.slots.count(None)
 
     def admit(self, wave: Wave) -> None:
-        """Give the rows of a wave free slots: those that were suspended as they were, the others with their prompts."""
+        """Put the rows of a wave into free slots: suspended ones from their records, the others by prefill."""
         self.entering = wave.rows
         bucket, cache = self.shapes.bucket, self.state.cache
         found = [x for row in wave.rows if (x := self.suspended.take(row, bucket, cache)) is not None]
@@ -79,15 +100,23 @@ class Running(Slots):
         self.entering = ()
 
     def free(self, slot: int, request: Request) -> None:
+        """Free the slot of a row that has ended, and offer its answer to the prefix cache."""
         row = self.slots[slot]
         assert row is not None
         self.prompts.keep(self.state.cache, slot, [*map(int, request.tokens), *row[1]])
         super().free(slot, request)
 
     def suspend(self) -> None:
-        """Keep the rows under way for another run, as they are after a block and its flush. Raises OSError."""
+        """Write records of the rows in slots, for a later run.
+
+        They are flushed first, as at the end of a block.
+
+        Raises:
+            OSError: a record cannot be written.
+        """
         if self.suspended.folder is None or not any(self.slots):
             return
+        # Admitting a wave without rows flushes the recent windows that are full.
         nobody = jnp.zeros((self.shapes.several, self.shapes.model.vocab), jnp.float32)
         self.seat(Filled(rows=(), cache=self.prompts.empty_rows(), logits=nobody))
         rows = [(slot, *x) for slot, x in enumerate(self.slots) if x is not None]

@@ -1,4 +1,4 @@
-"""What decodes: slots that rows enter between two blocks, wherever they were prefilled, and leave one by one."""
+"""Batched decode: slots that take prefilled rows between blocks and free them one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ from jkv.utils.errors import said, survivable
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished row: its tokens, its text up to a stop text (None: no tokenizer), and what ended it."""
+    """A finished row.
+
+    Attributes:
+        request: the request that the row answers.
+        tokens: generated token ids.
+        text: generated text up to a stop string, or None without a tokenizer.
+        end: the finish reason.
+    """
 
     request: Request
     tokens: list[int]
@@ -37,46 +44,69 @@ class Answer:
 
 
 class Slots:
-    """The rows of one bucket that decode together."""
+    """The decoding rows of one bucket, in a fixed number of slots.
+
+    Attributes:
+        slots: request and generated tokens of each slot, None where the slot is free.
+        checkers: stop checker of each slot.
+        of: shared prefix of each slot, an index into `Common.held`; -1 for none.
+        newest: shared prefix that was held last, which the next seated rows use.
+        pace: draft length, chosen from measured acceptance and cost.
+        drafted: counts of verify passes, draft tokens and accepted draft tokens.
+    """
 
     def __init__(
         self, params: Params, shapes: Shapes, cost: Cost, drafter: Drafter | None = None, trial: Trial | None = None
     ) -> None:
-        """drafter: guesses the next tokens of all rows, which advance together, by the fewest that one of them takes;
-        told of each row that ends. trial: of the drafter, which other batches may have too."""
+        """Allocate empty slots.
+
+        Args:
+            shapes: cache, rows and sampling settings of the batch.
+            cost: runs and times the programs.
+            drafter: proposes draft tokens for all rows. All rows advance together, by the fewest tokens that one of
+                them accepts. The drafter gets the answer of each row that ends.
+            trial: catches the drafter's errors; several batches may share it.
+        """
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.stop_ids = stop_ids_of(params)
-        self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a row and its tokens so far
+        self.slots: list[tuple[Request, list[int]] | None] = [None] * shapes.rows  # a request and its tokens so far
         self.state = maker(shapes.state, cost)()
         self.checkers: list[StopChecker | None] = [None] * shapes.rows
-        self.of = [-1] * shapes.rows  # the beginning that each row shares, of those that are held
+        self.of = [-1] * shapes.rows  # index of the held prefix of each row
         self.newest = -1
         self.drafter, self.pace, self.drafted = drafter, Pace(), Counter[str]()
         self.trial = trial or Trial()
 
     @property
     def nbytes(self) -> int:
-        """Of the caches of the rows."""
+        """Bytes of the rows' caches."""
         return self.state.cache.nbytes
 
     @property
     def under_way(self) -> list[Request]:
-        """The rows that have begun, and have not ended."""
+        """Requests that occupy a slot."""
         return [x[0] for x in self.slots if x]
 
     @property
     def open(self) -> bool:
-        """Whether rows can be seated: all that run have finished a block, as one `fill` serves all rows."""
+        """Whether rows may be seated now.
+
+        All slots are free or all rows stand at the end of a block, because one `fill` serves all rows.
+        """
         return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.room
 
     @property
     def place(self) -> int | None:
-        """Which of the beginnings that are held no row needs any more."""
+        """Index of a held prefix that no row uses any more, or None."""
         used = {at for at, x in zip(self.of, self.slots, strict=True) if x}
         return next((i for i in range(self.shapes.beginnings) if i not in used), None)
 
     def hold(self, tiers: tuple[tuple[Tier, ...], ...]) -> None:
-        """Another beginning, in the place of one that no row needs."""
+        """Hold one more shared prefix, in place of one that no row uses.
+
+        Args:
+            tiers: the tiers of every layer, of one row.
+        """
         common, at = self.state.cache.common, self.place
         assert common is not None and at is not None
         held = tuple(tiers if i == at else old for i, old in enumerate(common.held))
@@ -84,24 +114,28 @@ class Slots:
         self.state, self.newest = replace(self.state, cache=cache), at
 
     def seat(self, filled: Filled) -> None:
-        """Give rows free slots."""
+        """Put prefilled rows into free slots, and rebuild the sampling settings of all rows."""
         shapes, several, rows = self.shapes, filled.cache.rows, filled.cache
         drawn = filled.drawn or [[] for _ in filled.rows]
         free = [i for i, x in enumerate(self.slots) if x is None][: len(filled.rows)]
+        # Point the new rows to the shared prefix that was held last.
         if rows.common is not None:
             of = jnp.full(several, self.newest, jnp.int32)
             rows = replace(rows, common=replace(rows.common, of=of))
+        # Mark the tokens of each row for the repetition penalty.
         used = None
         if shapes.penalised:
             table = np.zeros((several, shapes.model.vocab), bool)
             for i, (row, tokens) in enumerate(zip(filled.rows, drawn, strict=True)):
                 table[i, [*row.tokens, *tokens]] = True
             used = jnp.asarray(table)
+        # Unused rows of the wave go to slot `rows`, which `admit` drops.
         slots = jnp.asarray([*free, *[shapes.rows] * (several - len(free))], jnp.int32)
         self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
         for slot, row, tokens in zip(free, filled.rows, drawn, strict=True):
             self.slots[slot], self.of[slot] = (row, tokens), self.newest
             self.checkers[slot] = StopChecker(self.params.tokenizer, row.settings.stop, self.stop_ids, row.new)
+        # Free slots sample with default settings.
         nobody = Settings()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
@@ -109,7 +143,13 @@ class Slots:
         )
 
     def block(self) -> list[Answer | Refused]:
-        """A stride of tokens for every row, or fewer if all rows end within it; the rows that ended."""
+        """Decode one stride and free the slots of rows that ended.
+
+        A stride is shorter if all rows end within it.
+
+        Returns:
+            An `Answer` for each row that ended, or a `Refused` for each that failed.
+        """
         ended = []
         for slot, request, *_ in self.advance():
             answer = self.ended(slot, request)
@@ -119,17 +159,20 @@ class Slots:
         return ended
 
     def free(self, slot: int, request: Request) -> None:
-        """The slot of a row that has ended."""
+        """Free the slot of a row that has ended."""
         self.tell(slot, request)
         self.slots[slot] = None
 
     @property
     def texts(self) -> list[list[int]]:
-        """Of each slot the prompt and the tokens so far; one token of a slot that is free."""
+        """Prompt and generated tokens of each slot, without LOST; a free slot has the single token 0."""
         return [[*x[0].tokens, *(t for t in x[1] if t != LOST)] if x else [0] for x in self.slots]
 
     def tell(self, slot: int, request: Request) -> None:
-        """The drafter has all of a row that ended, and of the others what it had."""
+        """Give the drafter the answer of a row that ended.
+
+        The other rows are passed too, unchanged, because the drafter expects all rows at once.
+        """
         if self.drafter is None or self.trial.failure:
             return
         rows = self.texts
@@ -138,9 +181,11 @@ class Slots:
             self.drafter.end(rows)
 
     def advance(self) -> list[tuple[int, Request, list[int], list[int]]]:
-        """The same, whoever ends: of each row its slot, what was asked, its tokens so far, and the new ones of them.
+        """Decode one stride, and leave rows that ended in their slots.
 
-        One whose logits are NaN ends with LOST.
+        Returns:
+            (slot, request, all generated tokens, new tokens) of each occupied slot. The last token of a row whose
+            logits are NaN is LOST.
         """
         left = [x[0].new - len(x[1]) if x else 0 for x in self.slots]
         stop = min(max(left), self.state.out.shape[1])
@@ -157,7 +202,10 @@ class Slots:
         return rows
 
     def ran(self, state: Decoding, stop: int) -> Decoding:
-        """The state after `stop` tokens, or fewer if all rows end before."""
+        """Decode up to `stop` tokens per row, with drafts if a drafter works, and return the new state.
+
+        Stops early once all rows have ended.
+        """
         if self.drafter is None or self.trial.failure:
             return self.cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(stop))
         rows = self.texts
@@ -170,7 +218,7 @@ class Slots:
         return run.state
 
     def ended(self, slot: int, request: Request) -> Answer | Refused | None:
-        """The answer of a row, if its tokens end it, or the error of one whose tokens make no text."""
+        """Return the answer of a row that has ended, its error if it failed, or None if it continues."""
         try:
             return self.answer(slot)
         except BaseException as error:
@@ -179,6 +227,11 @@ class Slots:
             return failed(request, said(error))
 
     def answer(self, slot: int) -> Answer | None:
+        """Return the answer of the row in a slot, or None if it continues.
+
+        Raises:
+            ValueError: the logits of the row were NaN.
+        """
         row, checker = self.slots[slot], self.checkers[slot]
         assert row is not None and checker is not None
         request, tokens = row

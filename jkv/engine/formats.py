@@ -1,4 +1,4 @@
-"""Forms of the lines of a job: jkv's own, and requests of OpenAI's batch API. Each is read, and answered in kind."""
+"""Formats of JSON lines: jkv's own, and requests of OpenAI's batch API."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from jkv.utils.unicode import check_unicode
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LINE = ("custom_id", "method", "url", "body")
-LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing by jkv's name and OpenAI's two
+LENGTHS = ("max_new_tokens", "max_tokens", "max_completion_tokens")  # the length by jkv's name and OpenAI's two
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n", *LENGTHS[1:])
-TEMPLATE = "chat_template_kwargs"  # what a chat template is told, as other servers call it
+TEMPLATE = "chat_template_kwargs"  # variables of the chat template, as other servers call them
+# Fields that are accepted and ignored.
 NOTHING = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "request_id", "priority",
 )  # fmt: skip
-# What is taken with a value that changes nothing, beside null.
+# Fields that are accepted only with a value that changes nothing, or null.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
@@ -49,12 +50,20 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
 }
 HINTS = {"reasoning_effort": f"; a template that reads it takes it from {TEMPLATE}"}
-EXACT = 1 << 53  # whole numbers up to here are themselves as floats
+EXACT = 1 << 53  # whole numbers up to here are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """What an answer says, whatever its form: of each sample, its text (None: there is no tokenizer) and its end."""
+    """Content of an answer, in any format.
+
+    Attributes:
+        id: the row's own id.
+        key: digest of the request.
+        choices: text and finish reason of each sample; the text is None without a tokenizer.
+        prompt_tokens: tokens of the prompt.
+        tokens: generated tokens of all samples.
+    """
 
     id: Any
     key: str
@@ -64,10 +73,16 @@ class Answered:
 
 
 class Form(Protocol):
-    """The words of a line and of its answer.
+    """A format: field names of an input line and of its answer.
 
-    mark: what an answer depends on beside its request; name: the row's id; own: the row in jkv's words, ValueError if
-    it has none; answer, refusal: the fields of an output line; status: 400 for a bad request, 500 for one that failed.
+    Attributes:
+        mark: what an answer depends on beside the request.
+
+    Methods:
+        name: return the row's id.
+        own: return the row in jkv's field names, or raise ValueError for an invalid row.
+        answer: return the fields of an output line.
+        refusal: return the fields of an error line; `status` is 400 for an invalid request, 500 for a failure.
     """
 
     @property
@@ -84,7 +99,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """jkv's own lines."""
+    """jkv's own format."""
 
     mark: tuple[str, ...] = ()
 
@@ -104,9 +119,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class Call:
-    """A request of OpenAI's batch API; the model is the job's, and an answer repeats the name that was asked for.
+    """A request of OpenAI's batch API.
 
-    A failure has both a response with its status, as HTTP would, and an error.
+    The model is always the job's, and an answer repeats the name that the request has. An error line has both an error
+    and a response with its status, as HTTP would.
     """
 
     url: str
@@ -114,6 +130,7 @@ class Call:
 
     @property
     def mark(self) -> tuple[str, ...]:
+        """Endpoint and model name."""
         return self.url, str(self.model)
 
     def name(self, row: Mapping[str, Any]) -> Any:
@@ -156,6 +173,7 @@ class Call:
         return self._line(name, key, status, body, {"code": kind, "message": error})
 
     def _line(self, name: Any, key: str, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
+        """Return an output line."""
         response = {"status_code": status, "request_id": f"req_{key}", "body": body}
         return {"id": f"batch_req_{key}", "custom_id": name, "response": response, "error": error}
 
@@ -164,7 +182,7 @@ PLAIN = Plain()
 
 
 def form_of(row: Mapping[str, Any]) -> Form:
-    """The form that a row is in.
+    """Detect the format of a row.
 
     >>> form_of({"prompt": "Tides"}), form_of({"custom_id": "a", "url": "/v1/completions", "body": {"model": "m"}})
     (Plain(mark=()), Call(url='/v1/completions', model='m'))
@@ -177,9 +195,12 @@ def form_of(row: Mapping[str, Any]) -> Form:
 
 
 def asking(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that ask for something: null is nothing, and so is an empty stop; JSON's 1.0 is 1.
+    """Drop fields that request nothing, and normalize numbers.
 
-    Raises ValueError for text that is no Unicode.
+    Null and an empty stop string are dropped; a float that is a whole number, such as 1.0, becomes an integer.
+
+    Raises:
+        ValueError: a text is not valid Unicode.
 
     >>> asking({"n": 1.0, "seed": None, "stop": "", "temperature": 0.5})
     {'n': 1, 'temperature': 0.5}
@@ -191,9 +212,15 @@ def asking(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str, Any]:
-    """What a body of OpenAI's asks for, as a row of jkv; does: fields that the caller answers to itself.
+    """Convert the body of an OpenAI request to a row in jkv's field names.
 
-    Raises ValueError for a field that nobody here knows, and for one that asks for what nobody here does.
+    Args:
+        url: endpoint, CHAT or TEXT.
+        body: fields of the request.
+        does: fields that the caller handles itself.
+
+    Raises:
+        ValueError: an unknown field, or a value that is not supported.
 
     >>> own(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0.0})
     {'prompt': 'Tides', 'max_tokens': 4}
@@ -202,6 +229,7 @@ def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str
     prompt = "messages" if chat else "prompt"
     settings = (*SETTINGS, TEMPLATE) if chat else SETTINGS
     _known("body", body, (prompt, *settings, *NOTHING, *ONLY, *does))
+    # Reject values that would change the answer.
     for name, allowed in ONLY.items():
         if (
             name in body
@@ -217,7 +245,7 @@ def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str
 
 
 def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError for a field that says what nobody here does."""
+    """Raise ValueError for a field that is not in `names`; the message has the nearest one."""
     for name in row:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
@@ -226,14 +254,18 @@ def _known(where: str, row: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _messages(x: Any) -> dict[str, Any]:
-    """Messages as templates take them: the texts of a content in parts are joined by newlines, the arguments of a call
-    are an object, and a list of no calls is none."""
+    """Convert messages to what chat templates take.
+
+    Text parts of a content are joined by newlines, arguments of a tool call are parsed to an object, and an empty list
+    of calls is dropped.
+    """
     if not isinstance(x, list) or not all(isinstance(m, dict) for m in x):
         raise ValueError('messages must be a list of {"role", "content"}')
     return {"messages": [_message(m) for m in x]}
 
 
 def _message(m: dict[str, Any]) -> dict[str, Any]:
+    """Convert the content and tool calls of one message."""
     calls = m.get("tool_calls")
     if isinstance(calls, list):
         calls = [_call(call) for call in calls] or None
@@ -241,6 +273,7 @@ def _message(m: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
+    """Parse the arguments of a tool call, which are JSON in a string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -251,6 +284,7 @@ def _call(call: Any) -> Any:
 
 
 def _text(content: Any) -> Any:
+    """Join the text parts of a content."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -260,7 +294,7 @@ def _text(content: Any) -> Any:
 
 
 def _prompt(x: Any) -> dict[str, Any]:
-    """One text, or one list of token ids."""
+    """Return a prompt that is one text or one list of token ids. Raises ValueError for several prompts."""
     if isinstance(x, list) and len(x) == 1 and isinstance(x[0], str | list):
         x = x[0]
     if isinstance(x, list) and any(isinstance(y, str | list) for y in x):

@@ -1,4 +1,4 @@
-"""What prefills: prompts of a bucket in, rows of a cache and their logits out, wherever they decode."""
+"""Batched prefill: prompts of one bucket to cache rows and next-token logits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ from jkv.prefix_cache.stored_prefix import Beginnings
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """Rows to go on with: what was asked, and in the first rows of a cache of `several` what is kept of each, and the
-    logits f32[several,V] of what comes next; drawn: the tokens of each row behind its prompt that its cache has."""
+    """Prefilled rows, ready to decode.
+
+    Attributes:
+        rows: requests of the first rows of `cache`; its other rows are padding.
+        cache: cache of `Shapes.several` rows, or of one row that was loaded.
+        logits: next-token logits f32[several,V].
+        drawn: tokens generated so far for each row, which its cache contains; empty if none has any.
+    """
 
     rows: tuple[Request, ...]
     cache: Cache
@@ -37,11 +43,26 @@ class Filled:
 
 
 class Prefilling:
-    """The prompts of one bucket. Of decoding it needs the shapes alone, which say what a row of the cache is."""
+    """Prefill of one bucket's prompts: whole, in chunks, or after a shared or stored prefix.
+
+    Depends on decoding only through `Shapes`, which fix the layout of a cache row.
+
+    Attributes:
+        reads: access to the prefix cache, or None if this bucket does not use it.
+        heads: uncompressed cache of the shared prefixes that `lead` prefilled last.
+        prefilled: prompt tokens that were computed.
+        saved: prompt tokens that were reused instead.
+    """
 
     def __init__(self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None) -> None:
-        """store: where prompts begin, if that is of use for the cache and they are read whole; then `shapes.several`
-        is 1."""
+        """Prepare empty caches for the bucket's prompts.
+
+        Args:
+            shapes: cache, rows and sampling settings of the batch.
+            cost: runs and times the programs.
+            store: prefix cache. Used if the cache config can reuse prefixes and prompts are prefilled without chunks;
+                then `shapes.several` is 1.
+        """
         begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
@@ -52,11 +73,18 @@ class Prefilling:
 
     @property
     def nbytes(self) -> int:
-        """Of the common beginnings."""
+        """Bytes of the shared prefixes."""
         return tree_bytes(self.heads.layers) if self.heads is not None else 0
 
     def lead(self, heads: tuple[np.ndarray, ...]) -> tuple[tuple[Tier, ...], ...] | None:
-        """Read the beginnings i32[n] that the next waves go on from: the tiers of one that is held once, or None."""
+        """Prefill the shared prefixes of the next waves.
+
+        Args:
+            heads: token ids i32[n] of each prefix.
+
+        Returns:
+            The tiers of the prefix if the bucket holds each prefix once for all of its rows, else None.
+        """
         ids = _padded(heads, self.shapes.together, self.shapes.bucket.first)
         self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
         ran = sum(map(len, heads))
@@ -64,7 +92,7 @@ class Prefilling:
         return self.cost.run(begin, self.empty_held(), self.heads) if self.shapes.bucket.common else None
 
     def read(self, wave: Wave) -> Filled:
-        """The rows of a wave, which stand at the border of a block; what they begin with was read by `lead`."""
+        """Prefill a wave into cache rows at the start of a block. Call `lead` first for its shared prefixes."""
         several, ran = self.shapes.several, sum(map(len, wave.tails))
         if self.reads is not None:
             cache, logits, stored = self.begun(self.reads, wave)
@@ -80,22 +108,37 @@ class Prefilling:
         return Filled(rows=wave.rows, cache=cache, logits=logits)
 
     def keep(self, cache: Cache, row: int, ids: list[int]) -> None:
-        """A row of a cache has ended, with these tokens: the store has its answer too, if it takes that."""
+        """Add the answer of an ended row to the prefix cache, if the cache config allows that.
+
+        Args:
+            cache: cache of the batch.
+            row: the row's index in it.
+            ids: prompt and generated tokens.
+        """
         if self.reads is not None:
             self.reads.keep(cache, row, ids, self.cost)
 
     def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
-        """The cache after prompts, at once or in chunks, and the logits of what comes next."""
+        """Prefill prompts i32[B,T], at once or in chunks.
+
+        Returns:
+            The cache and the next-token logits f32[B,V].
+        """
         chunk, logits = self.shapes.bucket.chunk, None
         if not 0 < chunk < ids.shape[1]:
             return self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
+        # Pad on the left to whole chunks.
         ids = np.pad(np.asarray(ids), ((0, 0), (-ids.shape[1] % chunk, 0)), constant_values=-1)
         for i in range(0, ids.shape[1], chunk):
             cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
         return cache, logits
 
     def begun(self, begins: Beginnings, wave: Wave) -> tuple[Cache, Array, int]:
-        """The cache and logits of a wave of one row that begins in the store, and how many tokens that had."""
+        """Prefill a wave of one row, starting from its stored prefix.
+
+        Returns:
+            Cache, logits, and the number of prompt tokens that the prefix cache had.
+        """
         ids = wave.tails[0].tolist()
         head, n, stored = begins.read(self.params, ids, self.cost, begins.capacity(len(ids)))
         rest = pad([ids[n:]], tail(len(ids) - n))
@@ -104,11 +147,11 @@ class Prefilling:
 
 
 def maker(make: Callable[[], Any], cost: Cost) -> Callable[[], Any]:
-    """`make`, whose value is made where it will lie."""
+    """Jit `make` so that its value is created on the devices where it will stay."""
     over = cost.over
     return jax.jit(make, out_shardings=None if over is None else over.shardings(jax.eval_shape(make)))
 
 
 def _padded(rows: tuple[np.ndarray, ...], several: int, length: int) -> Any:
-    """i32[several,length]; the rows that are too few have no tokens."""
+    """Pad rows to i32[several,length]; missing rows have no tokens."""
     return pad([*(r.tolist() for r in rows), *[[]] * (several - len(rows))], length)

@@ -123,7 +123,7 @@ class Request:
     def key(self) -> str:
         """Digest of the id and of all inputs that the answer depends on.
 
-        Two rows with one key have one answer, whatever their lines.
+        Two rows with one key have one answer, on any line.
         """
         first = replace(self, sample=0)
         settings = asdict(self.settings) | {"seed": first.seed if self.settings.temperature else None}
@@ -174,7 +174,7 @@ class Limits:
     def of(cls, params: Params, tokens: int) -> Limits:
         """Build limits that reject a text by its characters, before it is tokenized.
 
-        Without a tokenizer there is no limit.
+        Without a tokenizer nothing is limited.
 
         Args:
             params: the model, whose vocabulary has the longest token.
@@ -216,6 +216,7 @@ def limits(params: Params, config: CacheConfig, most_new: int = MOST_NEW) -> Lim
 
 
 def _digest(raw: bytes) -> str:
+    """Return the first 128 bits of SHA-256, in hex."""
     return hashlib.sha256(raw).hexdigest()[:32]
 
 
@@ -278,10 +279,12 @@ def parsed(raw: bytes, what: str = "the line") -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
+    """Reject NaN and infinity."""
     raise ValueError(f"{text} is no number there")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object. Raises ValueError for a key given twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -401,7 +404,7 @@ def checked(settings: Settings, params: Params, length: str = LENGTHS[0]) -> Set
         length: the caller's name of `max_new_tokens`, for the message.
 
     Raises:
-        ValueError: a setting is out of range, or there are stop strings and no tokenizer.
+        ValueError: a setting is out of range, or stop strings are set without a tokenizer.
     """
     sampling.check(1, **settings.draws)
     if not 1 <= settings.n <= MOST_SAMPLES:

@@ -1,4 +1,4 @@
-"""Buckets of rows that run together, few lengths for few programs, and the order in which their rows start."""
+"""The scheduler: buckets of rows with similar lengths, their shared prefixes, and the order of prefill waves."""
 
 from __future__ import annotations
 
@@ -14,24 +14,35 @@ import numpy as np
 from jkv.engine.request import Request
 from jkv.engine.shared_prefixes import Group, groups
 
-MOST = 4  # lengths, each with programs of its own
-WORTH = 1 << 14  # padded tokens that another length must save, or compiling its programs takes longer
-PIECE = 1 << 11  # the same where only a prefill is compiled
-LEAST = 16  # tokens of a prefix that is worth a program
-MANY, LONG = 16, 64  # rows, and the tokens of their beginning, from which on it is held once: fewer get copies
+MOST = 4  # padded lengths, each of which needs its own programs
+WORTH = 1 << 14  # padded tokens that another length must save, else compiling its programs costs more
+PIECE = 1 << 11  # likewise where only a prefill is compiled
+LEAST = 16  # tokens from which a shared prefix is worth a program
+MANY, LONG = 16, 64  # rows and prefix tokens from which a prefix is held once; otherwise rows get copies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grain:
-    """Where a text may be cut so that its first tokens are stored as in a whole one: at multiples of `unit` behind its
-    `sinks`, `recent` tokens or more before the end of its prompt."""
+    """Places where a prompt may be cut so that its prefix is stored exactly as it would be in the whole prompt.
+
+    Cuts are at multiples of `unit` tokens after the sinks, at least `recent` tokens before the end of the prompt.
+
+    Attributes:
+        unit: tokens that enter a tier together.
+        recent: tokens of the recent window.
+        sinks: tokens that stay exact at the start of the prompt.
+    """
 
     unit: int
     recent: int
     sinks: int = 0
 
     def cut(self, length: int, shortest: int) -> int:
-        """The longest beginning of at most `length` tokens of prompts of `shortest` or more.
+        """Return the length of the longest prefix that may be cut off, 0 if none.
+
+        Args:
+            length: largest length of the prefix.
+            shortest: length of the shortest prompt that starts with the prefix.
 
         >>> Grain(unit=32, recent=16).cut(100, 120), Grain(unit=32, recent=16).cut(100, 110)
         (96, 64)
@@ -42,11 +53,17 @@ class Grain:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Rows of at most `lengths[-1]` prompt tokens and `new` more, and the beginnings that some share (members: in
-    `rows`).
+    """Rows that run in one batch: at most `lengths[-1]` prompt tokens and `new` generated tokens each.
 
-    lengths: padded tokens of a prefill, rising; first, tails: those of a shared beginning, and of what follows it;
-    chunk: tokens that are read at a time, 0: all; common: every row has a shared beginning, which is held once.
+    Attributes:
+        lengths: padded lengths of a prefill, ascending.
+        new: generated tokens per row.
+        rows: requests.
+        shared: groups of rows that share a prefix; members are indices into `rows`.
+        first: padded length of a shared prefix.
+        tails: padded lengths of the rest of a prompt after its shared prefix, ascending.
+        chunk: prompt tokens per prefill chunk, 0 for the whole prompt.
+        common: every row has a shared prefix, and each prefix is held once for all of its rows.
     """
 
     lengths: tuple[int, ...]
@@ -60,21 +77,22 @@ class Bucket:
 
     @property
     def length(self) -> int:
+        """Largest padded prompt length."""
         return self.lengths[-1]
 
     @property
     def own(self) -> int:
-        """Prompt tokens of a row that its tiers have room for."""
+        """Prompt tokens per row that the row's own tiers have capacity for."""
         return self.tails[-1] if self.common else self.length
 
     @property
     def saved(self) -> int:
-        """Prompt tokens that are not prefilled a second time."""
+        """Prompt tokens that shared prefixes spare from being prefilled again."""
         return sum(g.saved for g in self.shared)
 
     @cached_property
     def held(self) -> dict[tuple[int, int], int]:
-        """Of the rows (`Request.part`) that have their first tokens in what is held once, how many."""
+        """Length of the held prefix of each row, by `Request.part`; empty unless prefixes are held once."""
         return {self.rows[i].part: g.length for g in self.shared for i in g.members} if self.common else {}
 
 
@@ -82,8 +100,12 @@ class Bucket:
 class Wave:
     """Rows that are prefilled together.
 
-    heads: beginnings i32[n] to prefill first, for this wave and the next ones; at: which of the newest heads each row
-    goes on from (none: the rows are prefilled whole); tails: what is left of each row's prompt, padded to `length`.
+    Attributes:
+        rows: requests.
+        tails: rest of each prompt after its shared prefix, i32[n].
+        length: padded length of the tails.
+        heads: shared prefixes i32[n] to prefill first, for this wave and the next ones.
+        at: index into the newest heads for each row; empty if the prompts are prefilled whole.
     """
 
     rows: tuple[Request, ...]
@@ -93,14 +115,16 @@ class Wave:
     at: tuple[int, ...] = ()
 
     def without(self, parts: Container[tuple[int, int]]) -> Wave:
-        """The other rows of it (`Request.part`)."""
+        """Return the wave without the rows of `parts`, which holds values of `Request.part`."""
         left = [i for i, row in enumerate(self.rows) if row.part not in parts]
         at = tuple(self.at[i] for i in left) if self.at else ()
         return replace(self, rows=tuple(self.rows[i] for i in left), tails=tuple(self.tails[i] for i in left), at=at)
 
 
 def padded(n: int) -> int:
-    """The least length for n tokens of few distinct ones: a multiple of 16, at most an eighth of it padding.
+    """Round n tokens up to one of few lengths, so that few programs are compiled.
+
+    Lengths are multiples of 16; above 97 tokens at most an eighth of the result is padding.
 
     >>> [padded(n) for n in (1, 65, 512, 700)]
     [16, 80, 512, 704]
@@ -110,9 +134,17 @@ def padded(n: int) -> int:
 
 
 def bounds(lengths: Sequence[int], most: int = MOST, worth: int = WORTH) -> list[int]:
-    """At most `most` padded lengths, rising, such that all lengths, each padded to the next one, take fewest tokens.
+    """Choose padded lengths so that padding every length up to the next one takes the fewest tokens in all.
 
-    By dynamic programming over the distinct `padded` lengths, where each that is chosen costs `worth` more. Example:
+    Dynamic programming over the distinct `padded` lengths.
+
+    Args:
+        lengths: numbers of tokens.
+        most: largest number of padded lengths.
+        worth: padded tokens that each chosen length costs, because its programs must be compiled.
+
+    Returns:
+        Padded lengths, ascending.
 
     >>> bounds([60, 61, 62, 500, 510], most=2, worth=0), bounds([60, 500])
     ([64, 512], [512])
@@ -131,18 +163,26 @@ def bounds(lengths: Sequence[int], most: int = MOST, worth: int = WORTH) -> list
 
 
 def room(new: int) -> int:
-    """The new tokens that a bucket is made for, so that few differ in them."""
+    """Round generated tokens up to a multiple of 64, so that few buckets differ in them."""
     return -(-new // 64) * 64
 
 
 def shape(row: Request) -> tuple[int, int]:
-    """The least bucket that a row fits: padded prompt tokens, and new ones."""
+    """Return the smallest bucket that a row fits: padded prompt tokens and generated tokens."""
     return padded(len(row.tokens)), room(row.new)
 
 
 def arrange(requests: Sequence[Request], shares: bool, grain: Grain | None = None) -> list[Bucket]:
-    """The buckets of a job, the longest first; shares: whether the cache lets prompts be read in two pieces; grain:
-    where it lets them be held in two, or None."""
+    """Group the requests of a job into buckets.
+
+    Args:
+        requests: rows of the job.
+        shares: whether the cache config allows a prompt to be prefilled in two pieces, so that prefixes can be shared.
+        grain: where it allows a prefix to be held apart from the row, or None.
+
+    Returns:
+        Buckets, longest prompts first.
+    """
     out = []
     for low, high in pairwise([0, *bounds([len(r.tokens) for r in requests])]):
         rows = [r for r in requests if low < len(r.tokens) <= high]
@@ -156,13 +196,19 @@ def arrange(requests: Sequence[Request], shares: bool, grain: Grain | None = Non
 
 
 def _whole(rows: Sequence[Request]) -> Bucket:
+    """Make the bucket of rows whose prompts are prefilled whole."""
     lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
     return Bucket(lengths=tuple(lengths), new=room(max(r.new for r in rows)), rows=tuple(rows))
 
 
 def _held(rows: list[Request], grain: Grain) -> tuple[Bucket | None, list[Request]]:
-    """The bucket of rows whose beginnings are worth holding once, if there are any, and the other rows."""
+    """Split off the rows whose shared prefix is long and frequent enough to be held once.
+
+    Returns:
+        Their bucket, None if no prefix qualifies, and the other rows.
+    """
     kept, members = [], []
+    # Keep groups that are large enough, and number their members anew.
     for g in groups([r.tokens for r in rows], LONG):
         length = grain.cut(g.length, min(len(rows[i].tokens) for i in g.members))
         if length >= LONG and len(g.members) >= MANY:
@@ -170,6 +216,7 @@ def _held(rows: list[Request], grain: Grain) -> tuple[Bucket | None, list[Reques
             members += g.members
     if not kept:
         return None, rows
+    # Size the bucket by the longest prefix and by the tails.
     whole = _whole([rows[i] for i in members])
     ends = [len(whole.rows[i].tokens) - g.length for g in kept for i in g.members]
     first, tails = padded(max(g.length for g in kept)), tuple(bounds(ends, worth=PIECE))
@@ -179,7 +226,10 @@ def _held(rows: list[Request], grain: Grain) -> tuple[Bucket | None, list[Reques
 
 
 def _sharing(whole: Bucket) -> Bucket:
-    """The bucket with the common beginnings that save padded tokens, and the longest tail that is worth it."""
+    """Add shared prefixes to a bucket where they save padded tokens.
+
+    Tries each possible longest tail and keeps the one that saves most.
+    """
     rows, found = whole.rows, groups([r.tokens for r in whole.rows], LEAST)
     best, least = whole, 0
     for tail in sorted({padded(len(rows[i].tokens) - g.length) for g in found for i in g.members}):
@@ -192,6 +242,7 @@ def _sharing(whole: Bucket) -> Bucket:
         first = padded(max(g.length for g in kept))
         ends = [len(rows[i].tokens) - g.length for g in kept for i in g.members]
         tails = tuple(bounds(ends, worth=PIECE))
+        # Compare padded tokens without sharing to tails, prefixes and extra programs.
         alone = sum(_enough(whole.lengths, len(rows[i].tokens)) for g in kept for i in g.members)
         gain = alone - sum(_enough(tails, n) for n in ends) - first * len(kept) - PIECE * (len(tails) - 1)
         if gain > least:
@@ -200,21 +251,27 @@ def _sharing(whole: Bucket) -> Bucket:
 
 
 def _enough(lengths: Sequence[int], n: int) -> int:
-    """The least of rising lengths for n tokens."""
+    """Return the smallest of ascending lengths that holds n tokens."""
     return lengths[bisect_left(lengths, n)]
 
 
 def waves(bucket: Bucket, several: int, done: Container[tuple[int, int]]) -> Iterator[Wave]:
-    """The rows that are not done (`Request.part`), at most `several` at a time, in the order in which they come in.
+    """Yield the unfinished rows of a bucket in waves, in the order in which they are prefilled.
 
-    Rows of like lengths come together, as little of their prefill is padding; beginnings before their rows, `several`
-    at a time too, or one where they are held once. Rows of a high ratio of output to prompt come first, to avoid a long
-    tail of half-empty batches.
+    Rows of similar length share a wave, which keeps padding small. Shared prefixes come before their rows, `several` at
+    a time, or one at a time where they are held once. Rows with a high ratio of output to prompt come first, to avoid a
+    long tail of half-empty batches.
+
+    Args:
+        bucket: rows and padded lengths.
+        several: largest number of rows in a wave.
+        done: values of `Request.part` to leave out.
     """
 
     def waiting(members: Iterable[int]) -> list[int]:
         return [i for i in members if bucket.rows[i].part not in done]
 
+    # Shared prefixes, then the tails of their rows.
     shared = [(g.length, m) for g in bucket.shared if (m := waiting(g.members))]
     shared.sort(key=lambda g: _early([bucket.rows[i] for i in g[1]]))
     step = 1 if bucket.common else several
@@ -224,23 +281,30 @@ def waves(bucket: Bucket, several: int, done: Container[tuple[int, int]]) -> Ite
         rest = [(row, row.tokens[len(heads[at]) :], at) for row, at in places]
         for i, wave in enumerate(_alike(rest, bucket.tails, several)):
             yield replace(wave, heads=() if i else heads)
+    # Rows without a shared prefix.
     grouped = {i for g in bucket.shared for i in g.members}
     alone = [bucket.rows[i] for i in waiting(i for i in range(len(bucket.rows)) if i not in grouped)]
     yield from _alike([(r, r.tokens, None) for r in alone], bucket.lengths, several)
 
 
 def _early(rows: Sequence[Request]) -> float:
-    """Least for rows that generate most beside their prompts."""
+    """Return a sort key that is smallest for rows which generate most relative to their prompts."""
     return -sum(r.new for r in rows) / sum(len(r.tokens) for r in rows)
 
 
 def alone(bucket: Bucket, row: Request) -> Wave:
-    """A row that is prefilled by itself, whole."""
+    """Make a wave of one row, whose prompt is prefilled whole."""
     return Wave(rows=(row,), tails=(row.tokens,), length=_enough(bucket.lengths, len(row.tokens)))
 
 
 def _alike(rows: Sequence[tuple[Request, np.ndarray, int | None]], lengths: Sequence[int], several: int) -> list[Wave]:
-    """Waves of (row, the tokens to prefill, the head that they go on from): of like lengths, the eager ones first."""
+    """Make waves of rows with similar lengths, waves with the most output per prompt token first.
+
+    Args:
+        rows: request, tokens to prefill, and index of its head or None.
+        lengths: padded lengths, ascending.
+        several: largest number of rows in a wave.
+    """
     rows = sorted(rows, key=lambda x: -len(x[1]))
     made = []
     for start in range(0, len(rows), several):

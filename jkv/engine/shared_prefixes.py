@@ -1,4 +1,4 @@
-"""Shared prefixes of all prompts of a job, and which of them to prefill once. Source: BatchLLM (2412.03594)."""
+"""Shared prefixes of a job's prompts, and which of them to prefill once. Source: BatchLLM (2412.03594)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ class Group:
 
 @dataclass
 class Node:
-    """Of the compressed trie: what `own` and all below have in common is their first `length` tokens."""
+    """A node of the compressed trie of prompts.
+
+    Attributes:
+        length: tokens that all prompts of the node share.
+        own: prompts, by index, that no child node contains.
+        below: child nodes, with longer prefixes.
+    """
 
     length: int
     own: list[int] = field(default_factory=list)
@@ -31,7 +37,7 @@ class Node:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first tokens of i32[n] and i32[m] are the same.
+    """Return the length of the common prefix of i32[n] and i32[m].
 
     >>> common(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2
@@ -42,7 +48,11 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def trie(prompts: Sequence[np.ndarray]) -> Node:
-    """The root of the compressed trie of i32 prompts, by sorting: every node is where two neighbours part."""
+    """Build the compressed trie of i32 prompts and return its root.
+
+    Prompts are sorted; a node is created where two neighbors diverge.
+    """
+    # Sort by big-endian bytes, which is the order of the tokens.
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].astype(">u4").tobytes())
     stack = [Node(0)]
     for at, here in enumerate(order):
@@ -59,26 +69,36 @@ def trie(prompts: Sequence[np.ndarray]) -> Node:
 
 
 def groups(prompts: Sequence[np.ndarray], least: int = 1) -> list[Group]:
-    """The groups of prompts i32[n] that save most prefilled tokens in all; a prompt is in one group or in none.
+    """Choose the groups of prompts whose shared prefixes save the most prefill tokens in all.
 
-    A prefix of L tokens costs L once and saves L for each of its members, and a member counts for its deepest prefix
-    alone. So a node c opens, below the nearest open node a, if it saves more than it costs: with f(c, a) the best of
-    the subtree, f(c, a) = max(own * L_a + sum f(below, a), own * L_c - L_c + sum f(below, c)). Prefixes have `least`
-    tokens or more, and leave each of their members one token, so that there are logits to go on from.
+    A prefix of L tokens costs L once and saves L for each of its members. A member counts only for its deepest prefix.
+    So a node c opens, below the nearest open node a, if it saves more than it costs. With f(c, a) the best of the
+    subtree:
+
+        f(c, a) = max(own * L_a + sum f(below, a), own * L_c - L_c + sum f(below, c))
+
+    Args:
+        prompts: token ids i32[n]. Each member keeps at least one token after its prefix, which gives the logits.
+        least: tokens of the shortest prefix.
+
+    Returns:
+        Groups of two members or more; a prompt is in one group or in none.
 
     >>> head = np.arange(50)
     >>> groups([np.append(head, x) for x in (7, 8, 9)], least=16)
     [Group(length=50, members=(0, 1, 2))]
     """
-    order: list[tuple[Node, list[int]]] = []  # a node before those below it, with the lengths of its ancestors
+    order: list[tuple[Node, list[int]]] = []  # node, prefix lengths of its ancestors
+    # List the nodes, each before its children, with the prefix lengths of its ancestors.
     todo = [(trie([p[:-1] for p in prompts]), [0])]
     while todo:
         node, above = todo.pop()
         order.append((node, above))
         todo.extend((x, [*above, node.length]) for x in node.below)
+    # Assign prompts to their nearest open node, from the root down.
     opens = _opens(order, least)
     found: dict[int, list[int]] = {}
-    nearest: dict[int, tuple[int, int]] = {}  # the open node above each node: its depth and its place in `order`
+    nearest: dict[int, tuple[int, int]] = {}  # depth and index in `order` of the open node above
     place = {id(node): i for i, (node, _) in enumerate(order)}
     for i, (node, above) in enumerate(order):
         depth, who = nearest.get(i, (0, 0))
@@ -92,7 +112,7 @@ def groups(prompts: Sequence[np.ndarray], least: int = 1) -> list[Group]:
 
 
 def _opens(order: list[tuple[Node, list[int]]], least: int) -> list[np.ndarray]:
-    """Whether each node opens, bool[depth]: for each of its ancestors, were that the nearest open one."""
+    """Return for each node whether it opens, bool[depth]: one entry per ancestor as the nearest open one."""
     best: dict[int, np.ndarray] = {}
     out = []
     for node, above in reversed(order):

@@ -1,4 +1,4 @@
-"""The programs of a running batch: which cache, how many rows, and how their tokens are drawn."""
+"""Array shapes of a running batch: cache, rows and sampling settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from jkv.prompts.allocation import empty, sized
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The values of a running batch of one bucket: `rows` at once, `several` prefilled together, settings a row.
+    """Shapes and static settings of the running batch of one bucket.
 
-    greedy, penalised: of every row of the job, so that its programs are the same whoever runs together. stride: tokens
-    that are generated before somebody looks, at most a block; 0: a block. traced: the logits that they were drawn from
-    are kept until then. top: of how many of the likeliest tokens after each draft the drafter is told; None: no drafts.
+    Attributes:
+        config: the cache.
+        model: the model.
+        bucket: padded lengths of its rows.
+        rows: rows that decode at once.
+        several: rows that are prefilled together.
+        dtype: float type of the cache.
+        greedy: every row of the job is greedy. Taken over the job, so that programs do not depend on which rows run
+            together.
+        penalised: some row of the job has a repetition penalty; taken over the job too.
+        stride: decode steps before the host reads the tokens, at most a block; 0 is a block.
+        traced: keep the logits that the tokens of a stride were drawn from.
+        top: likeliest tokens after each draft token that the drafter gets; None without drafts.
     """
 
     config: CacheConfig
@@ -38,7 +48,10 @@ class Shapes:
     top: int | None = None
 
     def cache(self, rows: int) -> Cache:
-        """An empty cache. A budget in bytes is that of one row: what a row keeps does not depend on the batch."""
+        """Make an empty cache.
+
+        A budget in bytes is that of one row, so that the tokens a row keeps do not depend on the batch size.
+        """
         longest, new = self.bucket.own + self.bucket.new, self.bucket.new
         sizes = sized(self.config, self.model, 1, longest, new, self.dtype)
         cache = empty(self.config, self.model, rows, longest, new, self.dtype, sizes)
@@ -48,28 +61,28 @@ class Shapes:
 
     @property
     def together(self) -> int:
-        """Common beginnings that are read together."""
+        """Shared prefixes that are prefilled together."""
         return 1 if self.bucket.common else self.several
 
     def heads(self) -> Cache:
-        """An empty cache for common beginnings."""
+        """Make an empty, uncompressed cache for shared prefixes."""
         config, first = self.config.uncompressed(self.bucket.first), self.bucket.first
         return empty(config, self.model, self.together, first, 0, self.dtype)
 
     @property
     def beginnings(self) -> int:
-        """Those that are held at a time: as rows of so many may run at once, and one more."""
+        """Number of shared prefixes held at a time: as many as running rows can use, and one more."""
         shared = self.bucket.shared
         return min(len(shared), self.rows // min(len(g.members) for g in shared) + 2) if self.bucket.common else 0
 
     def held(self) -> Cache:
-        """An empty cache for a beginning that is held once."""
+        """Make an empty cache for one prefix that is held once."""
         unit, sinks = self.config.unit, self.config.num_sinks
         first = sinks + -(-max(self.bucket.first - sinks, 0) // unit) * unit
         return empty(replace(self.config, recent=0), self.model, 1, first, 0, self.dtype)
 
     def state(self) -> Decoding:
-        """No row is alive yet."""
+        """Make a decode state in which no row is alive."""
         cache, vocab = self.cache(self.rows), self.model.vocab
         if cache.common is not None:
             held = tuple(tuple(x.tiers for x in self.held().layers) for _ in range(self.beginnings))
@@ -81,7 +94,7 @@ class Shapes:
         return replace(state, alive=jnp.zeros(self.rows, bool))
 
     def sampling(self, settings: list[Settings], seeds: list[int], stop_ids: tuple[int, ...]) -> sampling.Sampling:
-        """The draws of all rows."""
+        """Build the sampling settings of all rows."""
         draws = {name: [getattr(s, name) for s in settings] for name in DRAWS}
         out = sampling.make(self.rows, self.model.vocab, seeds=seeds, stop_ids=stop_ids, **draws)
         return replace(out, greedy=self.greedy)

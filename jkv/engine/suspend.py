@@ -1,4 +1,4 @@
-"""Rows that were under way when a job was stopped: a record of each, from which the next run goes on."""
+"""Suspended rows: records on disk from which a stopped job resumes unfinished rows."""
 
 from __future__ import annotations
 
@@ -28,31 +28,54 @@ from jkv.utils.errors import said
 from jkv.utils.files import sync
 from jkv.utils.notes import note
 
-LOGITS = "logits"  # of the token that comes next, beside the arrays of a cache
+LOGITS = "logits"  # name of the next-token logits, beside the arrays of a cache
 
 
 class Suspended:
-    """The records of one process, in a folder that is its alone. Idea: HiFC, sequences that are swapped to flash whole.
+    """Records of one process's unfinished rows, in a folder that only this process uses.
 
-    A record is a file of its own: a row's cache, codes as they are, the logits and the tokens so far. Draws depend on
-    the seed and the place of a token alone, so they need nothing else. It is written in one stretch, never changed, and
-    there whole or not at all; it goes when its row has a result. folder: None where rows cannot be suspended, and then
-    all of them begin anew.
+    Idea: HiFC, which swaps whole sequences to flash. A record is one file: the row's cache with its codes as they are,
+    the logits, and the tokens so far. Draws depend only on the seed and a token's position, so nothing else is needed.
+    A record is written in one pass, never changed, and either complete or absent. It is deleted when its row has a
+    result.
+
+    Attributes:
+        folder: None where rows cannot be suspended; all rows then restart.
+        resumed: tokens of each row that was resumed, by `Request.part`.
+        rows: rows that were suspended.
+        nbytes: bytes of their arrays.
+        there: names of the records that can be resumed.
     """
 
     def __init__(self, folder: Path | None, params: Params, config: CacheConfig, left: Iterable[Request] = ()) -> None:
-        """left: the rows that have no result yet; records of others are deleted, and what a kill left of one."""
+        """List the records of an earlier run.
+
+        Args:
+            folder: folder of the records, or None where rows cannot be suspended.
+            config: the cache.
+            left: rows that have no result yet. Other records and incomplete files are deleted.
+        """
         self.folder, self.params, self.config = folder, params, config
-        self.resumed: dict[tuple[int, int], int] = {}  # rows that went on (`Request.part`), and the tokens they had
-        self.rows = self.nbytes = 0  # that were suspended, and their arrays
+        self.resumed: dict[tuple[int, int], int] = {}  # tokens of each resumed row, by `Request.part`
+        self.rows = self.nbytes = 0  # suspended rows, and bytes of their arrays
         found = {x.name for x in folder.iterdir()} if folder is not None and folder.is_dir() else set()
         self.there = found and found & set(map(_name, left))
         for name in found - self.there:
             self._delete(name)
 
     def take(self, request: Request, bucket: Bucket, running: Cache) -> Filled | None:
-        """The row as its record has it, for a batch of such a cache. None: there is none, or none that is of use, which
-        is said and deleted."""
+        """Load the record of a row.
+
+        A record that cannot be used is reported on stderr and deleted.
+
+        Args:
+            request: the row.
+            bucket: bucket of the batch that the row enters.
+            running: cache of that batch.
+
+        Returns:
+            The row with its cache and tokens, or None without a usable record.
+        """
         if self.folder is None or not self.there or (name := _name(request)) not in self.there:
             return None
         try:
@@ -65,7 +88,11 @@ class Suspended:
         return filled
 
     def _read(self, path: Path, request: Request, bucket: Bucket, running: Cache) -> Filled:
-        """Raises FormatError for a record that is damaged, or of another row, model, cache or batch."""
+        """Read a record.
+
+        Raises:
+            FormatError: the record is damaged, or of another row, model, cache or batch.
+        """
         own = self._about(request, bucket)
         with array_file.opened(path) as (meta, _, read):
             if there := {x: meta.get(x) for x in own if meta.get(x) != own[x]}:
@@ -85,10 +112,17 @@ class Suspended:
         return Filled(rows=(request,), cache=cache, logits=jnp.asarray(found[LOGITS]), drawn=(meta["drawn"],))
 
     def keep(self, state: Decoding, rows: Sequence[tuple[int, Request, list[int]]], bucket: Bucket) -> None:
-        """Write the records of rows that stand at the border of a block: their slots, and their tokens so far.
+        """Write the records of rows that stand at the end of a block.
 
-        Those first that have most tokens: there may be no time for all. Raises OSError where the disk has no room: as
-        much as is written stays free, for results.
+        Rows with the most tokens come first, because time may run out.
+
+        Args:
+            state: decode state of the batch.
+            rows: slot, request and generated tokens of each row.
+            bucket: bucket of the batch.
+
+        Raises:
+            OSError: too little space on the disk. At least as much as is written stays free, for results.
         """
         assert self.folder is not None
         self.folder.mkdir(exist_ok=True)
@@ -108,20 +142,24 @@ class Suspended:
         sync(self.folder.parent)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Delete the records of rows (`Request.key`) that have a result now."""
+        """Delete the records of rows that have a result now, by `Request.key`."""
         for name in [x for x in self.there if x.partition("-")[0] in keys]:
             self._delete(name)
 
     def _delete(self, name: str) -> None:
+        """Delete a record, and the folder after the last one."""
         assert self.folder is not None
         self.there.discard(name)
-        with contextlib.suppress(OSError):  # what stays is deleted by a later run
+        with contextlib.suppress(OSError):  # a later run deletes what stays
             (self.folder / name).unlink()
             if not self.there:
                 self.folder.rmdir()
 
     def _about(self, request: Request, bucket: Bucket) -> dict[str, Any]:
-        """What a record must have been made for. held: of a prompt, in a beginning that is not the row's own."""
+        """Return what a record must have been made for.
+
+        `held` is the number of prompt tokens in a held prefix, outside of the row's own cache.
+        """
         return {
             "key": request.key,
             "sample": request.sample,
@@ -131,5 +169,5 @@ class Suspended:
 
 
 def _name(request: Request) -> str:
-    """Of a row's record, whatever its line."""
+    """Return the file name of a row's record, which does not depend on its line."""
     return f"{request.key}-{request.sample}.row"

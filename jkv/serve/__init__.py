@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's API over continuous batches, one for each cache that requests ask for.
+"""OpenAI-compatible HTTP server over continuous batches, one batch for each cache config that requests choose.
 
-Entry point: `server.run`. Must not import batch.
+Entry point: `server.serve`. Must not import batch.
 """

@@ -1,4 +1,4 @@
-"""What the engine's batches are made of: limits, drafters and compiled programs."""
+"""The engine's batches: limits, metric callbacks, drafters and compiled programs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,21 @@ from jkv.speculative.proposer import Drafter
 from jkv.speculative.verify import Draft, verify
 from jkv.utils.errors import said
 
-STRIDE = 4  # tokens of a row between two looks at it: a stream's pieces
-LEAST = 64  # the shortest padded prompt; the others double
+STRIDE = 4  # decode steps between two events of a stream
+LEAST = 64  # shortest padded prompt length; each next one doubles
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the engine is made for: rows of a batch, tokens of a prompt and of an answer, running batches, rows that
-    wait. A prompt and its answer are within the model's context too."""
+    """Capacity of the engine. A prompt and its answer together must also fit the model's context.
+
+    Attributes:
+        rows: rows of a running batch.
+        prompt: tokens of the longest prompt.
+        new: tokens of the longest answer.
+        caches: running batches, each for one cache config.
+        queue: rows that may wait.
+    """
 
     rows: int = 8
     prompt: int = 2048
@@ -47,9 +54,16 @@ class Limits:
 
     @classmethod
     def of(cls, context: int, prompt: int | None, new: int | None, **others: int) -> Limits:
-        """Those of a model's context. prompt, new: None: as many as usual, or as the context has room for.
+        """Fit limits to a model's context.
 
-        Raises ValueError for more than that.
+        Args:
+            context: tokens of the model's context.
+            prompt: tokens of the longest prompt; None takes the default, cut to the context.
+            new: tokens of the longest answer; None likewise.
+            **others: values of the other fields.
+
+        Raises:
+            ValueError: a prompt or an answer longer than the context allows.
 
         >>> Limits.of(256, None, 100)
         Limits(rows=8, prompt=255, new=100, caches=4, queue=64)
@@ -67,7 +81,7 @@ class Limits:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Padded lengths of prompts, each with programs of its own.
+        """Padded prompt lengths, each of which has its own programs.
 
         >>> Limits(prompt=300).lengths
         (64, 128, 256, 300)
@@ -78,11 +92,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What is told of every row as it goes, for metrics.
+    """Callbacks for metrics of rows and batches.
 
-    read(n, m): its prompt has n tokens, m of which the store had; first(s, n): its first n tokens, s seconds after it
-    was asked for; later(s, n): n more, s seconds each. drafted(n, m): of a batch's stride, tokens of a row that were
-    verified beside each next one, and those that came; undrafted(cache, why): from here on its batch runs plain steps.
+    Attributes:
+        read: (tokens, reused): a prompt entered a slot; the prefix cache had `reused` of its tokens.
+        first: (seconds, tokens): the first tokens of a row, this long after its request.
+        later: (seconds, tokens): more tokens of a row, this long for each.
+        drafted: (drafted, taken): draft tokens per row that a batch verified in a stride, and how many were accepted.
+        undrafted: (cache, reason): the batch of this cache config runs plain steps from now on.
     """
 
     read: Callable[[int, int], None] = lambda *_: None
@@ -94,8 +111,16 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """Makes running batches. draft: names what guesses tokens in all of them that can verify these; ValueError if none
-    can. undrafted: the caches of those that cannot, which were told of."""
+    """Builds running batches.
+
+    Attributes:
+        limits: capacity of each batch.
+        watch: callbacks for metrics.
+        store: prefix cache, or None.
+        draft: name of the drafter of all batches that can verify its drafts. The constructor raises ValueError if none
+            can.
+        undrafted: cache configs that cannot verify drafts and have been reported.
+    """
 
     params: Params
     limits: Limits
@@ -110,15 +135,19 @@ class Maker:
             of_batch(self.draft, self.params)
 
     def usable(self, config: CacheConfig) -> CacheConfig:
-        """The same, bound to the model; ValueError if it cannot run here."""
+        """Bind a cache config to the model and return it. Raises ValueError if it cannot run here."""
         config = config.bound(self.params)
         check(config, self.params.config, config.chunk or 0)
         check_prefill(config, "jkv serve")
-        jax.eval_shape(partial(self.shapes(config).cache, 1))  # sizes that its budget cannot have
+        jax.eval_shape(partial(self.shapes(config).cache, 1))  # raises for sizes that the budget cannot have
         return config
 
     def drafter(self, config: CacheConfig) -> Drafter | None:
-        """Of a batch alone, as batches take turns; None, which is told once, where drafts cannot be verified."""
+        """Build the drafter of one batch, which is not shared because batches take turns.
+
+        Returns:
+            The drafter, or None if the cache config cannot verify drafts, which is reported once.
+        """
         if self.draft is None:
             return None
         try:
@@ -131,7 +160,7 @@ class Maker:
         return of_batch(self.draft, self.params)
 
     def shapes(self, config: CacheConfig, top: int | None = None) -> Shapes:
-        """Of a batch for this cache; top: as in `Shapes`."""
+        """Return the array shapes of a batch for a cache config; `top` as in `Shapes`."""
         limits, model = self.limits, self.params.config
         longest = limits.prompt + limits.new
         return Shapes(
@@ -149,15 +178,20 @@ class Maker:
         )
 
     def make(self, config: CacheConfig) -> Running:
-        """A batch whose programs are compiled, so that no row that runs waits for them; MemoryError if it has no
-        room."""
+        """Build a batch and compile all of its programs, so that running rows never wait for the compiler.
+
+        Raises:
+            MemoryError: the batch does not fit into free memory.
+        """
         drafter = self.drafter(config)
         shapes = self.shapes(config, None if drafter is None else drafter.top)
+        # Check that the state fits.
         state, free = jax.eval_shape(shapes.state), spare(None)
         if tree_bytes(state) > free:
             raise MemoryError(
                 f"a batch for the cache {config} takes {gib(tree_bytes(state))} GiB, and {gib(free)} GiB are free"
             )
+        # Compile decode blocks, drafting and verify passes from shapes.
         params, cost = replace(self.params, config=shapes.model), Cost(runs=False)
         blank = jax.eval_shape(partial(shapes.cache, 1))
         nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -169,6 +203,7 @@ class Maker:
             draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore  # shapes
             cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
         running = Running(self.params, shapes, Cost(), self.store, drafter)
+        # Compile prefill: after a stored prefix, in chunks, or whole at each length.
         chunk, most = shapes.bucket.chunk, self.limits.prompt
         if running.prompts.reads is not None:
             rows, logits = running.prompts.reads.prepare(params, blank, most, cost, state.cache)
@@ -177,6 +212,7 @@ class Maker:
         for length in shapes.bucket.lengths if running.prompts.reads is None else ():
             if not 0 < chunk < length:
                 rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
+        # Compile the admission of a row.
         used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)
         cost.begin(admit, state, rows, logits, used, shape((1,)))
         return running

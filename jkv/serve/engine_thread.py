@@ -1,4 +1,4 @@
-"""The engine: one thread that steps the running batches in turn, a batch for each cache that requests ask for."""
+"""The engine thread: steps running batches in turn, one batch per cache config."""
 
 from __future__ import annotations
 
@@ -31,12 +31,18 @@ from jkv.utils.errors import said, survivable
 
 
 class Full(Exception):
-    """The queue has no room for more rows."""
+    """The queue has no capacity for more rows."""
 
 
 @dataclass(kw_only=True)
 class Seats:
-    """A running batch, the tickets of its rows by their line, and when it was last of use."""
+    """A running batch with its tickets.
+
+    Attributes:
+        running: the batch.
+        tickets: tickets of its rows, by `Request.line`.
+        used: time of its last step, by `time.monotonic`.
+    """
 
     running: Running
     tickets: dict[int, Ticket] = field(default_factory=dict)
@@ -45,8 +51,15 @@ class Seats:
 
 @jax.jit
 def best(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """Log-probabilities f32[B,N] of tokens i32[B,N], and the most probable ones f32[B,N,k], i32[B,N,k], of logits
-    f32[B,N,V]."""
+    """Compute log-probabilities of given tokens and of the most probable ones.
+
+    Args:
+        logits: f32[B,N,V].
+        tokens: i32[B,N].
+
+    Returns:
+        Log-probabilities f32[B,N], and the TOP most probable tokens: log-probabilities f32[B,N,k] and ids i32[B,N,k].
+    """
     logs = jax.nn.log_softmax(logits)
     top, ids = jax.lax.top_k(logs, min(TOP, logits.shape[-1]))
     return jnp.take_along_axis(logs, jnp.maximum(tokens, 0)[..., None], -1)[..., 0], top, ids
@@ -54,15 +67,24 @@ def best(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
 
 @jax.jit
 def held(cache: Any) -> Array:
-    """i32[L,B,H], `Cache.kept`."""
+    """Return the tokens kept per layer, row and kv head, i32[L,B,H] (`Cache.kept`)."""
     return cache.kept()
 
 
 class Engine:
-    """Rows in, events out. `submit` may be called by any thread; everything else happens in the engine's own.
+    """The serving engine: tickets in, events out.
 
-    A row waits until its cache has a running batch with a free slot at the border of a block. A batch for another cache
-    is compiled beside the ones that run; there are at most `limits.caches`, and idle ones give way.
+    Other threads may call `start`, `stop`, `line`, `submit` and `cancel`; all model work runs on the engine's own
+    thread. A row waits until its cache config has a running batch with a free slot between two blocks. A batch for
+    another config is compiled in the background while the others run. At most `limits.caches` batches exist, and
+    idle ones are dropped for new ones.
+
+    Attributes:
+        seats: running batches by the text of their cache config.
+        making: batches that are being compiled, by the same text.
+        waiting: queue of tickets that need a slot.
+        scoring: tickets whose prompts are scored, with the generators that do it.
+        over: the engine has stopped or is stopping.
     """
 
     def __init__(
@@ -73,7 +95,14 @@ class Engine:
         store: Store | None = None,
         draft: str | None = None,
     ) -> None:
-        """draft: as of a `Maker`."""
+        """Prepare an engine that has not started.
+
+        Args:
+            limits: capacity of the batches and of the queue.
+            watch: callbacks for metrics.
+            store: prefix cache, or None.
+            draft: name of the drafter of all batches, or None; see `Maker`.
+        """
         use_disk_cache()
         self.params, self.limits, self.watch, self.store = params, limits, watch or Watch(), store
         self.maker = Maker(params=params, limits=limits, watch=self.watch, store=store, draft=draft)
@@ -90,12 +119,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------- for other threads
 
     def start(self, config: CacheConfig) -> None:
-        """Begin, with a batch for this cache; raises what its making raises."""
+        """Compile the batch of a cache config, then start the thread. Raises what `Maker.make` raises."""
         self.seats[str(config)] = Seats(running=self.maker.make(config))
         self.thread.start()
 
     def stop(self) -> None:
-        """Rows that are not done get a Fault."""
+        """Stop the thread. Unfinished rows get a Fault."""
         with self.change:
             self.over = True
             self.change.notify_all()
@@ -105,16 +134,21 @@ class Engine:
 
     @property
     def well(self) -> bool:
+        """Whether the thread runs and takes requests."""
         return self.thread.is_alive() and not self.over
 
     def line(self) -> int:
-        """A number of its own for a request."""
+        """Return a number that no other request has."""
         with self.change:
             self.lines += 1
             return self.lines
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Let rows in, all or none. Raises Full."""
+        """Queue tickets, all or none.
+
+        Raises:
+            Full: the queue has no capacity, or the engine has stopped.
+        """
         with self.change:
             if self.over or len(self.waiting) + len(tickets) > self.limits.queue:
                 raise Full
@@ -122,7 +156,7 @@ class Engine:
             self.change.notify_all()
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Their clients are gone: their slots are free from the next look on."""
+        """Drop tickets whose clients are gone. Their slots are freed before the next stride."""
         with self.change:
             for ticket in tickets:
                 ticket.gone = True
@@ -130,13 +164,13 @@ class Engine:
 
     @property
     def running(self) -> dict[str, int]:
-        """Rows in each running batch."""
+        """Number of rows in each running batch, by cache config."""
         return {name: len(x.tickets) for name, x in list(self.seats.items())}
 
     # ---------------------------------------------------------------------------------------------- the engine's own
 
     def _work(self) -> None:
-        """Until it is over, for whatever reason: nobody is left without an answer then."""
+        """Run until stopped, then fail every pending request."""
         try:
             self._rounds()
         finally:
@@ -147,6 +181,7 @@ class Engine:
             self._fail(left, 503, "the server stops; ask again later")
 
     def _rounds(self) -> None:
+        """Loop: admit rows, run one stride of each batch, score one slice of a prompt."""
         while True:
             with self.change:
                 self.change.wait_for(lambda: self.over or self._busy(), timeout=1.0)
@@ -165,15 +200,17 @@ class Engine:
             self._score()
             with self.change:
                 if not self.scoring and not any(x.tickets for x in self.seats.values()):
-                    self.change.wait(0.01)  # for a batch that is being made
+                    self.change.wait(0.01)  # wait for a batch that is being compiled
 
     def _busy(self) -> bool:
+        """Return whether work is left: rows, prompts to score, or batches to compile or to start."""
+        # Compiled batches wait to start; tickets wait for a config that is not being compiled.
         done = any(f.done() for f in self.making.values())
         new = any(str(t.config) not in self.making for t in self.waiting)
         return bool(done or new or self.scoring or any(x.tickets for x in self.seats.values()))
 
     def _sweep(self) -> None:
-        """Rows whose clients are gone leave."""
+        """Free what rows whose clients are gone occupy: queue entries, slots, scoring."""
         with self.change:
             self.waiting = deque(t for t in self.waiting if not t.gone)
         self.scoring = deque((t, x) for t, x in self.scoring if not t.gone)
@@ -184,7 +221,12 @@ class Engine:
                     del seats.tickets[row[0].line]
 
     def _settle(self) -> None:
-        """Prompts that are to be scored begin; batches that are made enter, and those that are wanted begin."""
+        """Move tickets and batches on.
+
+        Batches that finished compiling start, tickets to be scored leave the queue, and batches that tickets need are
+        compiled.
+        """
+        # Start compiled batches; if compilation failed, fail their tickets.
         for name, future in list(self.making.items()):
             if future.done():
                 del self.making[name]
@@ -193,6 +235,7 @@ class Engine:
                 else:
                     mine = [t for t in self._waiting() if str(t.config) == name]
                     self._fail(mine, 400 if isinstance(error, ValueError) else 503, said(error))
+        # Sort tickets: nothing to do, to be scored, or in need of a batch.
         for ticket in self._waiting():
             if not (ticket.scores or ticket.generates):
                 self._leave([ticket])
@@ -206,19 +249,22 @@ class Engine:
                 self.making[name].add_done_callback(lambda _: self._notify())
 
     def _notify(self) -> None:
+        """Wake the engine thread."""
         with self.change:
             self.change.notify_all()
 
     def _waiting(self) -> list[Ticket]:
+        """Return a copy of the queue."""
         with self.change:
             return list(self.waiting)
 
     def _leave(self, tickets: Sequence[Ticket]) -> None:
+        """Remove tickets from the queue."""
         with self.change:
             self.waiting = deque(t for t in self.waiting if t not in tickets)
 
     def _room(self) -> bool:
-        """Whether there may be one more batch; the idle one that was used longest ago gives way."""
+        """Return whether another batch may exist, dropping the least recently used idle one if necessary."""
         if len(self.seats) + len(self.making) < self.limits.caches:
             return True
         wanted = {str(t.config) for t in self._waiting()}
@@ -228,13 +274,15 @@ class Engine:
         return bool(idle)
 
     def _fail(self, tickets: Sequence[Ticket], status: int, error: str) -> None:
+        """Remove tickets from the queue and send each a Fault."""
         self._leave(tickets)
         for ticket in tickets:
             ticket.tell(Fault(status=status, error=error))
 
     def _turn(self, seats: Seats) -> None:
-        """Rows enter where they can, and all rows take a stride."""
+        """Admit waiting rows if slots are open, run one stride, and send the events of each row."""
         running = seats.running
+        # Admit waiting rows of this cache config.
         if running.open:
             name = str(running.shapes.config)
             mine = [t for t in self._waiting() if str(t.config) == name and t.generates and not t.scores]
@@ -244,6 +292,7 @@ class Engine:
         if not any(running.slots):
             return
         seats.used, before = time.monotonic(), Counter(running.drafted)
+        # Run a stride; fail the rows whose logits are NaN.
         fresh = []
         for slot, request, tokens, new in running.advance():
             ticket = seats.tickets[request.line]
@@ -253,21 +302,24 @@ class Engine:
             else:
                 fresh.append((slot, ticket, tokens, new))
         self._drafted(running, [ticket for _, ticket, *_ in fresh], running.drafted - before)
+        # Compute log-probabilities if a row wants them.
         logs = None
         if any(ticket.top is not None for _, ticket, *_ in fresh):
             assert running.state.trace is not None
             logs = jax.device_get(best(running.state.trace, running.state.out))
+        # Send text, and find the rows that ended or want receipts.
         ended, followed = {}, {}
         for slot, ticket, tokens, new in fresh:
             told = [] if logs is None else tokens_of(new, [x[slot] for x in logs], ticket.top)
             before = ticket.count
             why = ticket.take(new, told)
-            del tokens[ticket.count :]  # behind a stop text
+            del tokens[ticket.count :]  # drop tokens after a stop string
             self._time(ticket, before)
             if why is not None:
                 ended[slot] = ticket, why
             elif ticket.follows:
                 followed[slot] = ticket
+        # Send receipts and last events.
         if ended or followed:
             receipts = self._receipts(running, followed | {slot: ticket for slot, (ticket, _) in ended.items()})
             for slot, ticket in followed.items():
@@ -275,7 +327,10 @@ class Engine:
             self._end(seats, ended, receipts)
 
     def _enter(self, seats: Seats, ticket: Ticket) -> None:
-        """A row is prefilled into a free slot; a row that fails takes nobody along."""
+        """Prefill a row into a free slot.
+
+        An error fails that row only, unless it is fatal or the state of the batch was lost; then it is raised again.
+        """
         running, request = seats.running, ticket.request
         before = 0 if self.store is None else self.store.reused
         try:
@@ -292,7 +347,7 @@ class Engine:
         self.watch.read(len(request.tokens), ticket.reused)
 
     def _drafted(self, running: Running, tickets: Sequence[Ticket], made: Counter[str]) -> None:
-        """What a stride's drafts came to; a drafter that has failed leaves."""
+        """Count a stride's draft tokens, and remove a drafter that has failed."""
         if running.drafter is None:
             return
         self.watch.drafted(made["drafted"], made["taken"])
@@ -303,7 +358,7 @@ class Engine:
             self.watch.undrafted(str(running.shapes.config), running.trial.failure)
 
     def _time(self, ticket: Ticket, before: int) -> None:
-        """Tell how long the tokens took of a row that had `before`."""
+        """Report the latency of new tokens of a row that had `before` tokens."""
         now, new = time.monotonic(), ticket.count - before
         if before == 0:
             self.watch.first(now - ticket.asked, new)
@@ -312,31 +367,31 @@ class Engine:
         ticket.last = now
 
     def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, Receipt]:
-        """What the cache keeps of the rows in these slots, after the stride that they have just taken."""
+        """Return receipts of rows, by slot, after the stride that they just ran."""
         cache = running.state.cache
         kept, seen, model = np.asarray(held(cache)), np.asarray(cache.seen), cache.model
         fixed = tree_bytes(cache.states) // cache.rows
         token = model.layers * model.heads * model.cached * cache.dtype.itemsize
         out = {}
         for slot, ticket in tickets.items():
-            most = min(int(seen[slot]), len(ticket.request.tokens) + ticket.count)  # others may have gone on
+            most = min(int(seen[slot]), len(ticket.request.tokens) + ticket.count)  # the stride may pass a stop string
             own = np.minimum(kept[:, slot], most).tolist()
             out[slot] = ticket.receipt(most, own, cache.nbytes // cache.rows, token, fixed)
         return out
 
     def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
-        """Last events, and free slots."""
+        """Send the last event of each ended row and free its slot."""
         for slot, (ticket, why) in ended.items():
             self._free(seats, slot, ticket)
             ticket.tell(End(why=why, tokens=ticket.count, receipt=receipts[slot]))
 
     def _free(self, seats: Seats, slot: int, ticket: Ticket) -> None:
-        """The slot of a row that has ended."""
+        """Free the slot of an ended row."""
         seats.running.free(slot, ticket.request)
         del seats.tickets[ticket.request.line]
 
     def _score(self) -> None:
-        """One slice of the prompt that is scored."""
+        """Score one slice of the first prompt in line. A scored ticket that also generates joins the queue."""
         if not self.scoring:
             return
         ticket, slices = self.scoring[0]
@@ -359,7 +414,10 @@ class Engine:
             ticket.tell(End(why="length", tokens=0, receipt=None))
 
     def _scored(self, ticket: Ticket) -> Iterator[Echo | None]:
-        """None after every slice, and the prompt's log-probabilities, as `jkv.score` has them, after the last."""
+        """Score a prompt slice by slice.
+
+        Yields None after each slice, then the log-probabilities of the prompt, as `jkv.score` computes them.
+        """
         ids = ticket.request.tokens.tolist()
         out = [Token(id=ids[0], logprob=None)]
         if len(ids) > 1:

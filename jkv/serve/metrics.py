@@ -1,4 +1,4 @@
-"""What the server counts, in the text format of Prometheus."""
+"""Metrics of the server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUICKER = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """Counters of one server; `text` is what /metrics answers."""
+    """Counters, gauges and histograms of one server; `text` is the body of /metrics."""
 
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry()
@@ -32,7 +32,7 @@ class Metrics:
         self.running = Gauge("jkv_rows_running", "Rows that run, by cache.", ("cache",), registry=own)
 
     def watch(self) -> Watch:
-        """What an engine tells."""
+        """Return the callbacks through which an engine reports."""
 
         def first(seconds: float, tokens: int) -> None:
             self.new.inc(tokens)
@@ -57,7 +57,7 @@ class Metrics:
         return Watch(read=read, first=first, later=later, drafted=drafted, undrafted=undrafted)
 
     def text(self, engine: Engine) -> bytes:
-        """All of it now."""
+        """Return all metrics, after setting the gauges from the engine."""
         self.waiting.set(len(engine.waiting))
         self.running.clear()
         for cache, rows in engine.running.items():

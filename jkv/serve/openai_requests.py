@@ -1,4 +1,7 @@
-"""Bodies of OpenAI's API as rows: what changes an answer is read or refused, what does not is left aside."""
+"""Parsing of OpenAI request bodies.
+
+A field that would change the answer is parsed or rejected; fields that change nothing are ignored.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,31 @@ from jkv.serve.request_state import TOP, Event, Ticket
 from jkv.utils.call_syntax import read_call
 
 DOES = ("cache", "receipts", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "n", "best_of")
-SHORT = 16  # tokens of a completion that says nothing of its length, as OpenAI has it
-TEXT_TOP = 5  # alternatives that a completion's logprobs can ask for, as OpenAI has it
-LONGEST_CACHE = 1000  # characters of a cache's text
-STOPS, LONGEST_STOP = 16, 256  # texts, and characters of one: all are looked for in every piece of an answer
+SHORT = 16  # default length of a completion in tokens, as in OpenAI's API
+TEXT_TOP = 5  # most alternatives per token of a completion, as in OpenAI's API
+LONGEST_CACHE = 1000  # characters of the text of a cache config
+STOPS, LONGEST_STOP = 16, 256  # stop strings, and characters of one: each piece of an answer is searched for all
 
 
 class NotFound(ValueError):
-    """A model that is not served here."""
+    """The request names a model that is not served here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One call: its rows, prompt by prompt and n of each; whether it streams, and what else the answer has.
+    """A parsed call.
 
-    echo: the prompts' texts, or None; n: answers to each prompt; follows: a stream has receipts as it goes.
+    Attributes:
+        chat: chat completion, else text completion.
+        requests: rows, n for each prompt, in the order of the prompts.
+        config: the cache.
+        stream: send the answer as server-sent events.
+        usage: end a stream with token counts.
+        top: alternatives per token in logprobs; None for no logprobs.
+        echo: text of the prompt for each row, or None.
+        generates: generate tokens; False for a prompt that is only echoed or scored.
+        follows: send a receipt after every stride of a stream.
+        n: answers per prompt.
     """
 
     chat: bool
@@ -49,17 +62,23 @@ class Asked:
     n: int = 1
 
     def tickets(self, tell: Callable[[int], Callable[[Event], None]]) -> list[Ticket]:
-        """tell(i): who is told of row i."""
+        """Build the tickets of all rows.
+
+        Args:
+            tell: maps the index of a row to the callback for its events.
+        """
         scores = self.echo is not None and self.top is not None
         how: dict[str, Any] = dict(top=self.top, scores=scores, generates=self.generates, follows=self.follows)
         return [Ticket(x, self.config, tell(i), **how) for i, x in enumerate(self.requests)]
 
 
 class Reader:
-    """Reads bodies for an engine; the model's name, and the cache where none is asked for.
+    """Parses bodies for an engine.
 
-    caches: texts that may name folders of weights, as whoever started the server gave them. A request's own cannot:
-    what lies on the server is not its affair.
+    Attributes:
+        name: name of the served model.
+        caches: cache configs given by the operator, as text; the first is the default. Only these may name folders with
+            weights. A request's own config cannot, because a client must not read the server's files.
     """
 
     def __init__(self, engine: Engine, name: str, caches: tuple[str, ...]) -> None:
@@ -67,11 +86,21 @@ class Reader:
         self.config = lru_cache(256)(self._config)
 
     def read(self, raw: bytes, url: str) -> Asked:
-        """A body as rows. Raises ValueError that names what is wrong with it, NotFound for another model."""
+        """Parse and validate a body.
+
+        Args:
+            raw: JSON text.
+            url: endpoint, CHAT or TEXT.
+
+        Raises:
+            ValueError: names the field that is invalid, and why.
+            NotFound: the body names another model.
+        """
         body, chat = asking(parsed(raw, "the body")), url == CHAT
         model = body.get("model")
         if model is not None and model != self.name:
             raise NotFound(f"the model {str(model)[:80]!r} is not here: this is {self.name!r}")
+        # Read the fields that the server handles itself.
         flags = {name: _of(body, name, bool, False) for name in ("stream", "echo", "receipts")}
         if chat and flags["echo"]:
             raise ValueError("echo: of completions only")
@@ -85,8 +114,9 @@ class Reader:
             raise ValueError("best_of: as many as n only, or left out")
         cache = _of(body, "cache", str, self.caches[0])
         generates = not (flags["echo"] and 0 in [body.get(x) for x in LENGTHS])
-        if not generates:  # the prompt alone, which is read and not answered
+        if not generates:  # max_tokens=0 with echo: the prompt alone
             body = {k: v for k, v in body.items() if k not in LENGTHS}
+        # Parse each prompt with its settings.
         bodies = _prompts(body, chat)
         if len(bodies) * n > self.engine.limits.queue:
             raise ValueError(f"{len(bodies) * n} answers: at most {self.engine.limits.queue} a call")
@@ -105,6 +135,7 @@ class Reader:
         )
 
     def _row(self, url: str, body: Mapping[str, Any]) -> Request:
+        """Validate one prompt with its settings and tokenize it."""
         limits, params = self.engine.limits, self.engine.params
         asked = own(url, body, DOES)
         row = request(0, asked, params, parse("full"), Settings(max_new_tokens=1), self._sizes)
@@ -120,30 +151,34 @@ class Reader:
 
     @cached_property
     def _sizes(self) -> Sizes:
+        """Limits of a request, from the limits of the engine."""
         limits = self.engine.limits
         return replace(Sizes.of(self.engine.params, limits.prompt), new=limits.new)
 
     def _seeded(self, row: Request, i: int) -> Request:
-        """A row of its own: those of one prompt draw from seeds one after the other."""
+        """Return the i-th sample of a row, with its own line and seed; seeds of samples are consecutive."""
         seed = row.settings.seed
         seed = secrets.randbits(32) if seed is None else (fold(seed) + i) % (1 << 32)
         return replace(row, line=self.engine.line(), settings=replace(row.settings, seed=seed, n=1))
 
     def _text(self, row: Request) -> str:
+        """Return the text of the prompt."""
         return self.engine.params.tokenizer.decode(row.tokens)
 
     def _config(self, text: str) -> CacheConfig:
+        """Parse a cache config and bind it to the model. Raises ValueError if it names a folder."""
         if len(text) > LONGEST_CACHE:
             raise ValueError(f"cache has {len(text):,} characters: at most {LONGEST_CACHE:,}")
         for stage in text.split("|") if text not in self.caches else ():
             name, given = read_call(stage.strip(), text)
             for argument in (*known(name).folders, "disk"):
-                if given.get(argument) is not None:  # what lies there is the server's
+                if given.get(argument) is not None:  # a client must not read the server's files
                     raise ValueError(f"cache={text!r}: a request cannot name folders; leave out {argument}=")
         return self.engine.maker.usable(parse(text))
 
 
 def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """Return a field of the given type, or the default for null. Raises ValueError for another type."""
     x = body.get(name)
     if x is None:
         return default
@@ -153,6 +188,7 @@ def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _text_top(body: Mapping[str, Any]) -> int | None:
+    """Return the alternatives per token that a text completion wants, or None."""
     if _of(body, "top_logprobs", int, 0):
         raise ValueError("top_logprobs: of chat completions only; completions take logprobs=0 to 5")
     top = None if body.get("logprobs") is False else _of(body, "logprobs", int, None)
@@ -162,6 +198,7 @@ def _text_top(body: Mapping[str, Any]) -> int | None:
 
 
 def _chat_top(body: Mapping[str, Any]) -> int | None:
+    """Return the alternatives per token that a chat completion wants, or None."""
     wanted, top = _of(body, "logprobs", bool, False), _of(body, "top_logprobs", int, 0)
     if not 0 <= top <= TOP:
         raise ValueError(f"top_logprobs={top}: give 0 to {TOP}")
@@ -171,7 +208,7 @@ def _chat_top(body: Mapping[str, Any]) -> int | None:
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
-    """Whether a stream ends with what it used."""
+    """Return whether a stream ends with token counts."""
     options = asking(_of(body, "stream_options", dict, {}))
     if any(options.values()) and not stream:
         raise ValueError("stream_options needs stream=true")
@@ -184,7 +221,7 @@ def _usage(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _prompts(body: Mapping[str, Any], chat: bool) -> list[Mapping[str, Any]]:
-    """A body for each prompt."""
+    """Split a body with several prompts into one body per prompt."""
     several = body.get("prompt")
     if chat or not isinstance(several, list) or not several or not all(isinstance(x, str | list) for x in several):
         return [body]

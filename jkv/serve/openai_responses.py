@@ -1,4 +1,4 @@
-"""Events as bodies of OpenAI's API: whole answers, and the chunks of a stream."""
+"""OpenAI response bodies: whole answers, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ from jkv.serve.request_state import Echo, End, Event, Kept, Piece, Token
 
 
 def error(status: int, message: str) -> dict[str, Any]:
-    """The body of an answer that is none."""
+    """Return the body of an error response."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 class Answer:
-    """What is said of one call, as its events come."""
+    """Builds the response to one call from the events of its rows.
+
+    Attributes:
+        id: id of the response.
+        head: fields that all of its bodies have.
+        kind: the `object` field of a whole answer.
+        new: generated tokens of the rows that have ended.
+        offsets: characters of each row's tokens so far, for `text_offset`.
+        heard: incremental decoder of each row's tokens.
+    """
 
     def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer) -> None:
         self.asked, self.tokenizer = asked, tokenizer
@@ -34,17 +43,19 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, int]:
+        """Token counts; each prompt counts once, however many samples it has."""
         prompts = sum(len(x.tokens) for x in self.asked.requests[:: self.asked.n])
         return {"prompt_tokens": prompts, "completion_tokens": self.new, "total_tokens": prompts + self.new}
 
     # ---------------------------------------------------------------------------------------------------------- whole
 
     def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
-        """The answer of all rows that have ended."""
+        """Return the answer to all rows, from all events of each row."""
         choices = [self._choice(i, row) for i, row in enumerate(events)]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage}
 
     def _choice(self, i: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the choice of row i, from its events."""
         (end,) = (x for x in events if isinstance(x, End))
         text = "".join(x.text for x in events if isinstance(x, Piece))
         tokens = [t for x in events if isinstance(x, Piece | Echo) for t in x.tokens]
@@ -54,13 +65,14 @@ class Answer:
         return {"index": i, **said, "logprobs": self._logprobs(i, tokens), **self._ended(end)}
 
     def _ended(self, end: End) -> dict[str, Any]:
+        """Return the finish reason and the receipt, and count the row's tokens."""
         self.new += end.tokens
         return {"finish_reason": end.why, "receipt": None if end.receipt is None else asdict(end.receipt)}
 
     # --------------------------------------------------------------------------------------------------------- stream
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """The chunks before the first event."""
+        """Yield the chunks before the first event: the role, or the echoed prompt."""
         for i in range(len(self.asked.requests)):
             if self.asked.chat:
                 yield self._chunk(i, {"role": "assistant", "content": ""}, [])
@@ -68,7 +80,7 @@ class Answer:
                 yield self._chunk(i, self.asked.echo[i], [])
 
     def chunk(self, i: int, event: Event) -> dict[str, Any]:
-        """The chunk of an event of row i."""
+        """Return the chunk for an event of row i."""
         empty: Any = {} if self.asked.chat else ""
         if isinstance(event, End):
             return self._chunk(i, empty, [], self._ended(event))
@@ -81,15 +93,17 @@ class Answer:
         return self._chunk(i, {"content": event.text} if self.asked.chat else event.text, event.tokens)
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """The chunk after the last event."""
+        """Yield the chunk after the last event: token counts, if the request wants them."""
         if self.asked.usage:
             yield {**self.head, "object": self._streamed, "choices": [], "usage": self.usage}
 
     @property
     def _streamed(self) -> str:
+        """The `object` field of a chunk."""
         return "chat.completion.chunk" if self.asked.chat else self.kind
 
     def _chunk(self, i: int, said: Any, tokens: list[Token], end: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return a chunk with text, log-probabilities and, at the end, the finish reason."""
         name = "delta" if self.asked.chat else "text"
         choice = {"index": i, name: said, "logprobs": self._logprobs(i, tokens) if tokens else None}
         choice |= {"finish_reason": None} if end is None else end
@@ -98,6 +112,7 @@ class Answer:
     # ------------------------------------------------------------------------------------------------------- logprobs
 
     def _logprobs(self, i: int, tokens: Iterable[Token]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens, in the form of chat or of text completions."""
         if self.asked.top is None:
             return None
         if self.asked.chat:
@@ -106,7 +121,7 @@ class Answer:
         for t in tokens:
             names.append(self._name(t.id))
             offsets.append(self.offsets[i])
-            self.offsets[i] += len(self.heard[i].push(t.id))  # halves of a character begin where it does
+            self.offsets[i] += len(self.heard[i].push(t.id))  # parts of a character have the offset of the character
         return {
             "tokens": names,
             "token_logprobs": [t.logprob for t in tokens],
@@ -115,15 +130,21 @@ class Answer:
         }
 
     def _tops(self, token: Token) -> list[dict[str, Any]]:
+        """Return the alternatives of a token, for chat completions."""
         return [self._said(i, p) for i, p in token.top]
 
     def _named(self, token: Token) -> dict[str, float]:
-        """By their text, the token itself too; of two with one text (halves of characters) the more probable one."""
+        """Return the alternatives of a token by their text, with the token itself, for text completions.
+
+        If two tokens have one text, as parts of a character do, the more probable one is kept.
+        """
         own = {self._name(token.id): token.logprob or 0.0}
         return {**own, **{self._name(i): p for i, p in reversed(token.top)}}
 
     def _said(self, i: int, logprob: float | None) -> dict[str, Any]:
+        """Return a token with its log-probability and bytes, for chat completions."""
         return {"token": self._name(i), "logprob": logprob, "bytes": list(self.tokenizer.piece(i))}
 
     def _name(self, i: int) -> str:
+        """Return the text of a token, with U+FFFD for parts of a character."""
         return self.tokenizer.piece(i).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The page of a server: one HTML file, and a policy by which a browser runs nothing else and calls nobody else."""
+"""The demo page, served with a strict Content-Security-Policy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from importlib import resources
 
 @cache
 def page() -> tuple[str, str]:
-    """The page, and its Content-Security-Policy: its own script and style by their digests, and this server."""
+    """Return the page and its Content-Security-Policy.
+
+    The policy allows only the script and style of the page, by their digests, and requests to this server.
+    """
     text = (resources.files("jkv.serve") / "page.html").read_text("utf-8")
+    # Hash the script and the style.
     own = []
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Rows on their way through the engine: what is asked, what is told as it comes, and the receipt at the end."""
+"""Per-row request state: settings, streamed events, final receipt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 
-TOP = 20  # alternatives of a token that logprobs can ask for
+TOP = 20  # most alternatives per token in logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """A token with its log-probability in nats (None: nothing was before it) and the most probable ones there."""
+    """A token with log-probabilities.
+
+    Attributes:
+        id: token id.
+        logprob: log-probability in nats; None for the first token of a prompt, which nothing predicts.
+        top: most probable tokens at its position, with their log-probabilities.
+    """
 
     id: int
     logprob: float | None
@@ -29,10 +35,18 @@ class Token:
 class Receipt:
     """What the cache kept of a row.
 
-    tokens_kept: a mean over layers and heads, and `kept` of each of them; bytes: of the row's slots, used or not, and
-    of a full cache of exactly the tokens that were seen; reused: prompt tokens that came from the store, and
-    store_codec: what rounded their keys and values there, if anything; drafted: tokens of a row that its batch verified
-    beside each next one while it ran, and drafted_taken: those that came; None without drafts.
+    Attributes:
+        cache: the cache config, as text.
+        exactness: how close its methods are to their sources.
+        tokens_seen: tokens that went through the cache.
+        tokens_kept: mean number of kept tokens over layers and heads.
+        bytes_kept: bytes of the row's slots, used or not.
+        bytes_full: bytes of a full cache of exactly the tokens seen.
+        reused: prompt tokens from the prefix cache.
+        store_codec: codec of the prefix cache that rounded their keys and values, or "".
+        kept: tokens kept in each layer and head.
+        drafted: draft tokens per row that the batch verified while the row ran, or None without drafts.
+        drafted_taken: draft tokens that were accepted, or None without drafts.
     """
 
     cache: str
@@ -50,7 +64,12 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What a stride brought: text that is complete, and tokens if somebody asked for their log-probabilities."""
+    """New text of a row, after a stride.
+
+    Attributes:
+        text: text that later tokens cannot change.
+        tokens: tokens with log-probabilities, if the request wants them.
+    """
 
     text: str
     tokens: list[Token]
@@ -58,7 +77,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What the cache keeps after a stride."""
+    """Receipt of a row that goes on, after a stride."""
 
     receipt: Receipt
 
@@ -72,7 +91,13 @@ class Echo:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The last event of a row that was answered: why it ended, how many tokens it has."""
+    """Last event of a row that was answered.
+
+    Attributes:
+        why: the finish reason.
+        tokens: generated tokens.
+        receipt: final receipt, or None for a row that generates nothing.
+    """
 
     why: str  # "stop" or "length"
     tokens: int
@@ -81,7 +106,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The last event of a row that was not answered, with the status of HTTP."""
+    """Last event of a row that failed, with an HTTP status."""
 
     status: int
     error: str
@@ -91,10 +116,16 @@ Event = Piece | Kept | Echo | End | Fault
 
 
 class Ticket:
-    """One row. tell(event): called by the engine's thread; top: alternatives that logprobs tell, None: no logprobs.
+    """State of one row in the engine.
 
-    scores: the prompt's own log-probabilities are wanted; generates: an answer is; follows: what the cache keeps is,
-    after every stride.
+    Attributes:
+        gone: the client has disconnected; any thread may set it.
+        asked: time of the request, by `time.monotonic`.
+        last: time of the newest token.
+        reused: prompt tokens from the prefix cache.
+        store_codec: codec of the prefix cache that rounded them, or "".
+        checker: finds stop strings, stop tokens and the length limit.
+        drafted: draft counts of the batch while the row runs, or None without drafts.
     """
 
     def __init__(
@@ -108,25 +139,45 @@ class Ticket:
         generates: bool = True,
         follows: bool = False,
     ) -> None:
+        """Create the state of a row that waits.
+
+        Args:
+            request: prompt and settings.
+            config: the cache.
+            tell: called on the engine thread with each event.
+            top: alternatives per token in logprobs; None for no logprobs.
+            scores: compute the log-probabilities of the prompt.
+            generates: generate tokens.
+            follows: send a receipt after every stride.
+        """
         self.request, self.config, self.tell = request, config, tell
         self.top, self.scores, self.generates, self.follows = top, scores, generates, follows
-        self.gone = False  # the client is, whatever thread says so
+        self.gone = False  # set by any thread
         self.asked = self.last = time.monotonic()
         self.reused, self.store_codec = 0, ""
         self.checker = StopChecker(None)
-        self.drafted: Counter[str] | None = None  # of its batch while it runs
+        self.drafted: Counter[str] | None = None  # counts of its batch while the row runs
 
     def begin(self, params: Params, stop_ids: tuple[int, ...]) -> None:
+        """Create the stop checker, when the row enters a slot."""
         settings = self.request.settings
         self.checker = StopChecker(params.tokenizer, settings.stop, stop_ids, self.request.new)
 
     @property
     def count(self) -> int:
-        """Tokens of the answer so far."""
+        """Generated tokens so far."""
         return self.checker.count
 
     def take(self, ids: list[int], told: list[Token]) -> str | None:
-        """Emit the new tokens. Returns the finish reason, or None if the row continues."""
+        """Emit the new tokens.
+
+        Args:
+            ids: new token ids.
+            told: their log-probabilities, or [].
+
+        Returns:
+            The finish reason, or None if the row continues.
+        """
         before = self.count
         piece = self.checker.take(ids)
         told = told[: self.count - before]
@@ -137,7 +188,15 @@ class Ticket:
         return self.checker.finish_reason
 
     def receipt(self, seen: int, kept: list[list[int]], kept_bytes: int, token_bytes: int, fixed: int) -> Receipt:
-        """token_bytes: of a token in a full cache; fixed: of what no text changes."""
+        """Build the receipt.
+
+        Args:
+            seen: tokens that went through the cache.
+            kept: tokens kept in each layer and head.
+            kept_bytes: bytes of the row's slots.
+            token_bytes: bytes of a token in a full cache.
+            fixed: bytes that do not depend on the number of tokens.
+        """
         heads = [n for layer in kept for n in layer]
         return Receipt(
             cache=str(self.config),
@@ -155,9 +214,12 @@ class Ticket:
 
 
 def tokens_of(ids: Sequence[int], logs: Sequence[Any], top: int | None) -> list[Token]:
-    """Tokens with the `top` most probable ones at their places; none if nobody asks.
+    """Pair tokens with their log-probabilities and most probable alternatives.
 
-    logs: their log-probabilities f32[n], and the most probable ones f32[n,k], i32[n,k].
+    Args:
+        ids: token ids.
+        logs: their log-probabilities f32[n], and the most probable ones f32[n,k] with their ids i32[n,k].
+        top: alternatives per token; None gives [].
     """
     if top is None:
         return []

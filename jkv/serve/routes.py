@@ -1,4 +1,4 @@
-"""The routes: OpenAI's completions and chat completions, models, health and metrics; who may call, and how much."""
+"""HTTP routes: completions, chat completions, models, health, metrics and the demo page, with access control."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ from jkv.serve.openai_responses import Answer, error
 from jkv.serve.page import page
 from jkv.serve.request_state import End, Event, Fault, Kept
 
-OPEN = ("/", "/health")  # what needs no token: the page asks for it
-AGAIN = {429: "2", 503: "10"}  # seconds after which to ask again
-PATIENCE = 30.0  # seconds that a body may take to arrive
+OPEN = ("/", "/health")  # paths that need no token; the page lets the user enter it
+AGAIN = {429: "2", 503: "10"}  # Retry-After by status, in seconds
+PATIENCE = 30.0  # seconds in which a body must arrive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may call. token: what a caller has to bear, "": nothing; hosts: names that a page of a stranger, whose
-    browser runs beside the server, cannot have (asked for where there is no token); body: bytes of a call."""
+    """Who may call, and how large a body may be.
+
+    Attributes:
+        token: bearer token that a caller must send; "" for none.
+        hosts: accepted Host names, checked if no token is set. A foreign page in a local browser cannot have such a
+            name, which prevents DNS rebinding.
+        body: bytes of the largest body.
+    """
 
     token: str = ""
     hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
@@ -45,12 +51,13 @@ class Access:
 
 
 def failure(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return an error response, with Retry-After where a later attempt may succeed."""
     more = {"Retry-After": AGAIN[status]} if status in AGAIN else {}
     return JSONResponse(error(status, message), status, {**more, **(headers or {})})
 
 
 class Guard:
-    """Middleware: refuses callers without the token, and counts every answer."""
+    """Middleware that rejects callers without the token and counts responses."""
 
     def __init__(self, app: ASGIApp, access: Access, metrics: Metrics) -> None:
         self.app, self.access, self.metrics = app, access, metrics
@@ -61,7 +68,7 @@ class Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = scope["path"].startswith("/v1/models/")  # by whatever name: one metric
+                named = scope["path"].startswith("/v1/models/")  # all names share one metric
                 known = "/v1/models/..." if named else scope["path"] if "endpoint" in scope else "other"
                 self.metrics.answers.labels(known, str(message["status"])).inc()
             await send(message)
@@ -70,6 +77,7 @@ class Guard:
         await (refused or self.app)(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> Response | None:
+        """Return the response that rejects a caller, or None if it may call."""
         headers = Headers(scope=scope)
         if self.access.token:
             kind, _, given = headers.get("authorization", "").partition(" ")
@@ -84,7 +92,8 @@ class Guard:
 
 
 def _name(host: str) -> str:
-    """
+    """Return the name in a Host header, without the port.
+
     >>> _name("localhost:8000"), _name("[::1]:8000"), _name("127.0.0.1")
     ('localhost', '::1', '127.0.0.1')
     """
@@ -94,7 +103,12 @@ def _name(host: str) -> str:
 
 
 class Server:
-    """The application of one engine; `app` is what a server of ASGI runs. name: the model's, as clients ask for it."""
+    """The ASGI application of one engine.
+
+    Attributes:
+        app: the application with its middleware, for an ASGI server.
+        name: name of the model for clients.
+    """
 
     def __init__(self, engine: Engine, name: str, caches: tuple[str, ...], metrics: Metrics, access: Access) -> None:
         self.engine, self.name, self.metrics, self.access = engine, name, metrics, access
@@ -114,45 +128,53 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def life(self, _: Any) -> AsyncIterator[None]:
-        """The engine has begun, and stops once no call is left."""
+        """Stop the engine when the application shuts down, after the last call. The engine has already started."""
         yield
         await run_in_threadpool(self.engine.stop)
 
     async def refused(self, _: Request, why: Exception) -> Response:
+        """Answer an HTTPException."""
         assert isinstance(why, HTTPException)
         return failure(why.status_code, why.detail, dict(why.headers or {}))
 
     async def left(self, _: Request, why: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        """Answer a client that has disconnected, for the metrics only."""
+        return Response(status_code=499)  # the client is gone; only the metrics see it
 
     async def page(self, _: Request) -> Response:
+        """GET /: the demo page."""
         text, policy = page()
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
     async def health(self, _: Request) -> Response:
+        """GET /health: 200 while the engine runs, else 503."""
         return JSONResponse({"status": "ok"}) if self.engine.well else failure(503, "the engine has stopped")
 
     async def told(self, _: Request) -> Response:
+        """GET /metrics."""
         return Response(self.metrics.text(self.engine), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._about]})
 
     async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
         if request.path_params["name"] != self.name:
             raise HTTPException(404, f"this is {self.name}")
         return JSONResponse(self._about)
 
     @property
     def _about(self) -> dict[str, Any]:
+        """Description of the model, with limits and running caches."""
         limits = self.engine.limits
         about = {"max_prompt_tokens": limits.prompt, "max_tokens": limits.new, "caches": list(self.engine.running)}
         return {"id": self.name, "object": "model", "created": 0, "owned_by": "jkv", **about}
 
     async def call(self, request: Request) -> Response:
-        """POST of a completion or chat completion."""
+        """POST a completion or chat completion."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a browser asks before it sends that to another's server
+        if kind != "application/json":  # another type needs no CORS preflight, so a foreign page could send it
             raise HTTPException(415, "the body is JSON: Content-Type: application/json")
         raw = await self._body(request)
         try:
@@ -164,6 +186,7 @@ class Server:
         return Call(self, asked)
 
     async def _body(self, request: Request) -> bytes:
+        """Read the body. Raises HTTPException if it is too large or arrives too slowly."""
         most, raw = self.access.body, bytearray()
         try:
             async with asyncio.timeout(PATIENCE):
@@ -177,8 +200,11 @@ class Server:
 
 
 class Unsent:
-    """Events of rows in their order, until they are taken; of a row's receipts under way only the newest, as a client
-    may read more slowly than its rows decode."""
+    """Queue of events between the engine thread and a client.
+
+    Events keep their order. Of the interim receipts of a row only the newest is kept, because a client may read more
+    slowly than its rows decode.
+    """
 
     def __init__(self) -> None:
         self.events: OrderedDict[Any, tuple[int, Event]] = OrderedDict()
@@ -186,12 +212,14 @@ class Unsent:
         self.numbers = itertools.count()
 
     def put(self, i: int, event: Event) -> None:
+        """Add an event of row i."""
         key = ("kept", i) if isinstance(event, Kept) else next(self.numbers)
         self.events.pop(key, None)
         self.events[key] = i, event
         self.there.set()
 
     async def get(self) -> tuple[int, Event]:
+        """Wait for the next event. Returns its row and the event."""
         while not self.events:
             self.there.clear()
             await self.there.wait()
@@ -199,7 +227,7 @@ class Unsent:
 
 
 class Call(Response):
-    """The answer of one call, while its rows run; where the client goes away, they end."""
+    """Response to one call while its rows run. If the client disconnects, the rows are cancelled."""
 
     def __init__(self, server: Server, asked: Asked) -> None:
         self.server, self.asked = server, asked
@@ -226,7 +254,9 @@ class Call(Response):
             engine.cancel(tickets)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the whole answer, or stream it as server-sent events."""
         said = Answer(self.asked, self.server.name, self.server.engine.params.tokenizer)
+        # Collect all events and send one body.
         if not self.asked.stream:
             rows: list[list[Event]] = [[] for _ in self.asked.requests]
             async for i, event in self._all():
@@ -234,6 +264,7 @@ class Call(Response):
                     return await failure(event.status, event.error)(scope, receive, send)
                 rows[i].append(event)
             return await JSONResponse(said.whole(rows))(scope, receive, send)
+        # Stream: the status is sent with the first event, so that an early failure can still set it.
         begun = False
         async for i, event in self._all():
             if isinstance(event, Fault) and not begun:
@@ -253,7 +284,7 @@ class Call(Response):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _all(self) -> AsyncIterator[tuple[int, Event]]:
-        """The events of all rows, up to the last one's end or the first fault."""
+        """Yield the events of all rows until the last row ends or one fails."""
         left = len(self.asked.requests)
         while left:
             i, event = await self.events.get()
@@ -264,11 +295,16 @@ class Call(Response):
 
 
 async def _send(send: Send, chunk: dict[str, Any]) -> None:
+    """Send one server-sent event."""
     await send({"type": "http.response.body", "body": f"data: {json.dumps(chunk)}\n\n".encode(), "more_body": True})
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, unless the client goes away before its end; whether it was done."""
+    """Run `work` unless the client disconnects first.
+
+    Returns:
+        Whether `work` finished.
+    """
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

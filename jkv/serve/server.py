@@ -1,4 +1,4 @@
-"""A server from its start to SIGTERM: no new calls then, and those that are there are answered."""
+"""The server process: start, serve until SIGTERM, finish open calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jkv.serve.metrics import Metrics
 from jkv.serve.routes import Access, Server
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-BESIDE = 64  # connections beside those whose rows run or wait
+BESIDE = 64  # connections beyond the rows that run or wait
 
 
 def serve(
@@ -32,20 +32,35 @@ def serve(
     store: Store | None = None,
     draft: str | None = None,
 ) -> None:
-    """Answer until SIGTERM or SIGINT, then finish what has begun, for `grace` seconds at most.
+    """Serve until SIGTERM or SIGINT, then finish open calls.
 
-    caches: the first is what a request that names none gets; its batch is compiled before the port opens.
-    draft: of all batches that can verify guesses, what guesses. Raises
-    ValueError for a server that would be open to a network without a token, and for a cache that cannot run.
+    Args:
+        name: name of the model for clients.
+        caches: cache configs as text. The first is the default of requests, and its batch is compiled before the port
+            opens.
+        limits: capacity of the engine.
+        access: who may call.
+        host: address to bind.
+        port: port to bind, 0 for a free one.
+        grace: seconds for open calls after the signal.
+        store: prefix cache, or None.
+        draft: name of the drafter of all batches that can verify its drafts, or None.
+
+    Raises:
+        ValueError: the server would be open to a network without a token, a cache config cannot run, or the model has
+            no tokenizer.
     """
+    # Reject what cannot be served.
     if host not in LOCAL and not access.token:
         raise ValueError(f"host {host}: others could call it, so it needs a token; give --token-file or JKV_TOKEN")
     if params.tokenizer is None:
         raise ValueError("the model has no tokenizer, and HTTP is about texts: give a model that has one")
+    # Start the engine with the default cache.
     metrics = Metrics()
     engine = Engine(params, limits, metrics.watch(), store, draft)
     configs = [engine.maker.usable(parse(text)) for text in caches]
     engine.start(configs[0])
+    # Run the HTTP server.
     server = Server(engine, name, caches, metrics, replace(access, hosts=(*access.hosts, host)))
     most = limits.queue + limits.rows * limits.caches + BESIDE
     config = uvicorn.Config(
@@ -60,19 +75,20 @@ def serve(
         timeout_graceful_shutdown=grace,
         server_header=False,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it has ended
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
     Told(config, f"jkv serves {name}").run()
 
 
 class Told(uvicorn.Server):
-    """Says where it is, once it is there."""
+    """A uvicorn server that prints its address once it listens."""
 
     def __init__(self, config: uvicorn.Config, text: str) -> None:
         super().__init__(config)
         self.text = text
 
     async def startup(self, sockets: list | None = None) -> None:
+        """Listen, then print the address."""
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]

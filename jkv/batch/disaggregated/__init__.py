@@ -1,1 +1,1 @@
-"""A job whose rows are prefilled by some processes and decoded by others; see `jkv batch --stages`."""
+"""Disaggregated jobs: some processes prefill rows, others decode them; see `jkv batch --stages`."""

@@ -1,4 +1,4 @@
-"""How many workers each stage has, and when one of them goes to another stage."""
+"""Allocation of workers to stages, and when a worker changes its stage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 PREFILL = "prefill"
 STAGES = PREFILL, "decode"
-MOST = 64  # processes of one machine, each with the weights
+MOST = 64  # processes on one machine, each of which holds the weights
 
 
 def divided(text: str) -> tuple[int, ...]:
-    """The workers of each of STAGES, one at least; ValueError for a text that does not say them. Example:
+    """Parse the number of workers of each of STAGES.
+
+    Args:
+        text: such as "prefill=1,decode=3".
+
+    Raises:
+        ValueError: another text, a stage without workers, or more than MOST in all.
 
     >>> divided("prefill=1,decode=3")
     (1, 3)
@@ -26,11 +32,17 @@ def divided(text: str) -> tuple[int, ...]:
 
 
 def decide(queues: Sequence[int], workers: Sequence[int]) -> tuple[int, int] | None:
-    """The stage that gives a worker and the one that gets it, or None (EPD, 2501.05460).
+    """Choose a stage that gives a worker and one that gets it, or None. Source: EPD (2501.05460).
 
-    queues: rows that wait for each stage; workers: of each stage. The longest queue gets one, if another queue is
-    shorter than half of it; of the stages with shorter queues the one with the most workers gives, if it keeps one.
-    Of equals the first. Example:
+    The stage with the longest queue gets a worker if another queue is less than half as long. Of the stages with
+    shorter queues, the one with the most workers gives one, and keeps at least one. Ties go to the first stage.
+
+    Args:
+        queues: rows waiting for each stage.
+        workers: workers of each stage.
+
+    Returns:
+        Indices of the giving and of the getting stage.
 
     >>> decide((9, 1, 1), (1, 3, 2)), decide((9, 5, 6), (1, 3, 2)), decide((9, 1), (1, 1))
     ((1, 0), None, None)

@@ -1,4 +1,4 @@
-"""The parent of the workers: it gives out rows, writes what they answer, and starts another worker where one ends."""
+"""The coordinator of a disaggregated job: assigns rows to workers, writes results, restarts workers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,24 @@ from jkv.io.fingerprint import fingerprint
 from jkv.models import Params
 from jkv.speculative.guard import Trial
 
-EVERY = 5.0  # seconds between two looks at the queues
-FOLDER = "handed"  # of caches between two workers, in the job's folder
-LOOK = 0.2  # seconds between two looks at whether the job is to stop
-GRACE = 30.0  # seconds for a worker to end
+EVERY = 5.0  # seconds between two checks of the queues
+FOLDER = "handed"  # folder of caches between two workers, in the job's folder
+LOOK = 0.2  # seconds between two checks whether the job should stop
+GRACE = 30.0  # seconds that a worker may take to end
 
 
 @dataclass(kw_only=True)
 class Member:
-    """A worker. stage: where it is, or goes as soon as it has no row; told: whether it has been sent there."""
+    """A worker process.
+
+    Attributes:
+        number: its number, never reused.
+        process: the process.
+        pipe: connection to it.
+        stage: its stage, or the one it moves to once it has no rows.
+        ready: it has loaded the model.
+        told: it has been sent to `stage`.
+    """
 
     number: int
     process: Any
@@ -49,11 +58,33 @@ class Member:
 
 
 class Crew:
-    """Workers of a job, as many as `workers` says of each of STAGES, and where its rows are."""
+    """The workers of a job, and the state of its rows.
+
+    Attributes:
+        work: the rows to answer.
+        plan: what each worker gets at its start.
+        ledger: where each row is.
+        folder: caches handed from one worker to another.
+        members: workers by number.
+        idle: workers in a row that ended before they had a row.
+        stays: reports of workers about a stage that they left.
+        changes: workers that changed stage, as text.
+    """
 
     def __init__(self, work: Work, workers: tuple[int, ...], load: Callable[[], Params], every: float) -> None:
+        """Divide the free memory among the workers and list the rows. Starts no process.
+
+        Args:
+            work: the rows to answer.
+            workers: workers of each of STAGES.
+            load: loads the model in a worker.
+            every: seconds between two checks of the queues.
+
+        Raises:
+            ValueError: the weights of all workers do not fit.
+        """
         job, context = work.job, multiprocessing.get_context("spawn")
-        # beside those of the parent there are the weights of each
+        # each worker holds the weights, as the parent does
         free, weights = work.free, tree_bytes(job.params)
         if free <= (all_ := sum(workers) * weights):
             raise ValueError(
@@ -61,7 +92,7 @@ class Crew:
                 "fewer workers, or --weights int8"
             )
         work.free = free // sum(workers) - weights
-        work.buckets = work.arranged(work.requests, False)  # workers read rows one by one
+        work.buckets = work.arranged(work.requests, False)  # workers prefill rows one by one
         self.work, self.context, self.every = work, context, every
         requests = work.requests
         self.plan = Plan(
@@ -74,6 +105,7 @@ class Crew:
             draft=job.draft,
         )
         done = work.done
+        # List the rows in the order of their waves.
         tasks = [Task(i, x.rows[0]) for i, b in enumerate(work.buckets) for x in waves(b, 1, done)]
         self.ledger = Ledger(tasks, AHEAD * sum(workers))
         self.model, self.folder = fingerprint(job.params), Path(str(job.out)) / FOLDER
@@ -85,32 +117,34 @@ class Crew:
         self.changes: list[str] = []
 
     def begin(self, workers: tuple[int, ...]) -> None:
-        """Start them all."""
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+        """Start all workers, after deleting caches that a killed run left."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed run
         self.folder.mkdir()
         for stage, n in zip(STAGES, workers, strict=True):
             for _ in range(n):
                 self.start(stage)
 
     def start(self, stage: str) -> None:
+        """Start a worker in a stage."""
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=worker.main, args=(theirs, self.plan), daemon=True)
         process.start()
-        theirs.close()  # so that ours ends with the process
+        theirs.close()  # so that our end closes with the process
         number = next(self.numbers)
         self.members[number] = Member(number=number, process=process, pipe=ours, stage=stage)
 
-    # ------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------- messages sent
 
     def give(self) -> None:
-        """Rows for those who have room for them, and stages for those who are free to change."""
+        """Send rows to workers that can take them, and stage changes to workers without rows."""
         self.look()
-        # those that decode first: what they take leaves room for the others
+        # decode workers first, because rows that they take make room for prefill
         for member in sorted(self.members.values(), key=lambda x: x.stage == PREFILL):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and `hear` will be told
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker ended; `hear` will notice
                 self._give(member)
 
     def _give(self, member: Member) -> None:
+        """Send a worker what it can take now."""
         if not member.ready:
             return
         if not member.told:
@@ -127,39 +161,42 @@ class Crew:
             member.pipe.send(Take(x.task.bucket, x.task.request, self.path(x.task.part), x.logits))
 
     def path(self, part: Part) -> Path:
-        """Of a row's cache, while it is nobody's."""
+        """Return the file of a cache between two workers."""
         return self.folder / f"{part[0]}-{part[1]}.cache"
 
     def look(self) -> None:
-        """Whether a worker goes to another stage."""
+        """Move a worker to another stage if the queues are uneven, once per `every` seconds."""
         if time.monotonic() - self.looked < self.every:
             return
         self.looked = time.monotonic()
+        # Wait until the last change has been sent.
         if not all(x.told for x in self.members.values()):
             return
         staffs = [[x for x in self.members.values() if x.stage == stage] for stage in STAGES]
         if (found := decide(self.ledger.queues(), [len(x) for x in staffs])) is None:
             return
         donor, receiver = found
+        # Move the worker with the fewest rows.
         member = min(staffs[donor], key=lambda x: len(self.ledger.held(x.number)))
         member.stage, member.told = STAGES[receiver], False
         self.changes.append(f"{STAGES[donor]} to {STAGES[receiver]}")
 
-    # ------------------------------------------------------------------------------------------------- what is heard
+    # --------------------------------------------------------------------------------------------- messages received
 
     def hear(self, seconds: float) -> None:
-        """What the workers say within so many seconds at most."""
+        """Handle messages of workers, waiting up to `seconds` for the first."""
         pipes = {x.pipe: x for x in self.members.values()}
         for pipe in wait(list(pipes), seconds):
             member = pipes[pipe]  # type: ignore[index]
             try:
                 message = member.pipe.recv()
-            except (EOFError, OSError):  # also within a message
+            except (EOFError, OSError):  # possibly within a message
                 self.gone(member)
             else:
                 self.take(member, message)
 
     def take(self, member: Member, message: Any) -> None:
+        """Handle one message."""
         work, number = self.work, member.number
         match message:
             case Ready(model, jkv):
@@ -183,11 +220,15 @@ class Crew:
                 work.cost.programs += message.programs
                 work.cost.compiling += message.compiling
                 work.drafted.update(message.drafted)
-                if message.failed and not work.trial.failure:  # of several, the first that tells
+                if message.failed and not work.trial.failure:  # the first report counts
                     work.trial = Trial(*message.failed)
 
     def check(self, model: str, jkv: str | None) -> None:
-        """Raises ValueError for a worker that would answer as another model, or write other caches."""
+        """Compare the model and version of a worker with the job's own.
+
+        Raises:
+            ValueError: they differ, so the worker would write caches of another model.
+        """
         if (model, jkv) != (self.model, version()):
             raise ValueError(
                 f"a worker has the model {model} (jkv {jkv}), and this process {self.model} (jkv {version()}): its "
@@ -195,19 +236,22 @@ class Crew:
             )
 
     def lose(self, member: Member, parts: Iterable[Part], text: str) -> None:
-        """Rows that a worker could not do are done again, once; then they fail."""
+        """Queue rows again that a worker could not finish. A row that is lost twice fails."""
         parts = list(parts)
         for part in parts:
             path = self.path(part)
-            for each in (path, *self.folder.glob(f".{path.name}.*")):  # and what was written of it
+            for each in (path, *self.folder.glob(f".{path.name}.*")):  # and partly written files
                 each.unlink(missing_ok=True)
         refused = [failed(x.request, text) for x in self.ledger.lose(member.number, parts)]
         self.counts["redone"] += len(parts) - len(refused)
         self.work.write(0, refused)
 
     def gone(self, member: Member) -> None:
-        """A worker has ended that was not to end: another one takes its place. Raises ChildProcessError if workers end
-        that had nothing to do."""
+        """Replace a worker that ended unexpectedly.
+
+        Raises:
+            ChildProcessError: several workers in a row ended before they had a row.
+        """
         member.process.join()
         member.pipe.close()
         del self.members[member.number]
@@ -222,7 +266,7 @@ class Crew:
     # ------------------------------------------------------------------------------------------------------- the end
 
     def end(self) -> None:
-        """All rows have ended: the workers tell what they did."""
+        """Stop the workers after the last row, and collect their reports."""
         for member in self.members.values():
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.pipe.send(Become(None))
@@ -232,7 +276,7 @@ class Crew:
                     self.take(member, member.pipe.recv())
 
     def close(self) -> None:
-        """No worker and no cache of this job is left."""
+        """Kill the workers and delete their caches."""
         for member in self.members.values():
             member.pipe.close()
             member.process.kill()
@@ -240,7 +284,7 @@ class Crew:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def report(self) -> dict[str, Any]:
-        """What the stages did, as numbers."""
+        """Return counts, times and memory of the stages."""
         stages = {}
         for stage in STAGES:
             mine = [x for x in self.stays if x.stage == stage]
@@ -257,10 +301,16 @@ class Crew:
 
 
 def staged(job: Job, workers: tuple[int, ...], load: Callable[[], Params], every: float = EVERY) -> By:
-    """What answers the rows of a job by processes of STAGES, so many each; every: seconds between two looks at whether
-    one changes its stage. load: what each of them calls for the model, which must be the job's.
+    """Return a function that answers the rows of a job with prefill and decode workers; see `run.run`.
 
-    Raises ValueError for a job that cannot run so.
+    Args:
+        job: settings of the job.
+        workers: workers of each of STAGES.
+        load: loads the model in a worker; it must be the job's.
+        every: seconds between two checks whether a worker should change its stage.
+
+    Raises:
+        ValueError: the job cannot run with workers.
     """
     if job.over is not None or jax.process_count() > 1:
         raise ValueError("--stages: each process has one device of this machine; leave out --mesh and --hosts")
@@ -276,7 +326,15 @@ def staged(job: Job, workers: tuple[int, ...], load: Callable[[], Params], every
 def finish(
     work: Work, stop: Callable[[], bool], workers: tuple[int, ...], load: Callable[[], Params], every: float
 ) -> None:
-    """Answers the rows that are not written yet; `Work.finish` by processes."""
+    """Answer the rows that are not written yet, with workers; see `Work.finish`.
+
+    Args:
+        work: the rows to answer.
+        stop: whether to stop.
+        workers: workers of each of STAGES.
+        load: loads the model in a worker.
+        every: seconds between two checks of the queues.
+    """
     if stop() or not any(map(work.left, work.buckets)):
         work.stopped = any(map(work.left, work.buckets))
         return

@@ -1,4 +1,4 @@
-"""Where each row of a job is: it waits, a worker has it, its cache lies between two workers, or it has ended."""
+"""Row tracker: each row waits, is held by a worker, has its cache between two workers, or has ended."""
 
 from __future__ import annotations
 
@@ -9,36 +9,54 @@ from typing import Any
 
 from jkv.engine.request import Request
 
-AHEAD = 2  # rows for each worker that are prefilled before there is a free slot
-TRIES = 2  # a row that is lost is done again once
+AHEAD = 2  # rows per worker that may be prefilled before a slot is free
+TRIES = 2  # a lost row runs once more
 Part = tuple[int, int]  # `Request.part`
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row, and the number of its bucket."""
+    """A row to run.
+
+    Attributes:
+        bucket: index of its bucket.
+        request: the row.
+    """
 
     bucket: int
     request: Request
 
     @property
     def part(self) -> Part:
+        """Line and sample index (`Request.part`)."""
         return self.request.part
 
 
 @dataclass(frozen=True)
 class Handed:
-    """A row that was prefilled, whose cache is in a file: the logits f32[1,V] of what comes next."""
+    """A prefilled row whose cache is in a file.
+
+    Attributes:
+        task: the row.
+        logits: next-token logits f32[1,V].
+    """
 
     task: Task
     logits: Any
 
 
 class Ledger:
-    """Every row is in one place, so every block of a cache has one owner.
+    """Place of every row. A row is in exactly one place, so every cache has exactly one owner.
 
-    ahead: rows that are being prefilled, or were and nobody decodes them yet, at most: where decode workers have no
-    room, prefill workers wait.
+    Attributes:
+        waiting: rows to prefill, in order.
+        ahead: limit of rows that are being prefilled or wait to be decoded. At the limit, prefill workers wait for
+            decode workers.
+        read: rows that each worker prefills.
+        ready: prefilled rows that no worker decodes yet.
+        decoded: rows that each worker decodes.
+        lost: how often each row was lost.
+        most: largest number of rows ahead so far.
     """
 
     def __init__(self, tasks: Iterable[Task], ahead: int) -> None:
@@ -47,7 +65,7 @@ class Ledger:
         self.ready: deque[Handed] = deque()
         self.decoded: dict[int, dict[Part, Task]] = {}
         self.lost: Counter[Part] = Counter()
-        self.most = 0  # of those ahead
+        self.most = 0  # largest number of rows ahead so far
 
     @property
     def left(self) -> int:
@@ -56,19 +74,26 @@ class Ledger:
 
     @property
     def room(self) -> int:
-        """Rows that may be prefilled now."""
+        """Rows that may enter prefill now."""
         return self.ahead - len(self.ready) - sum(map(len, self.read.values()))
 
     def queues(self) -> tuple[int, int]:
-        """Rows that wait for a prefill worker, and for a decode worker: none for the former if decoding is behind."""
+        """Return the rows that wait for prefill and for decode workers.
+
+        No row waits for prefill while decoding is behind.
+        """
         return len(self.waiting) if self.room > 0 else 0, len(self.ready)
 
     def held(self, worker: int) -> list[Task]:
-        """What a worker has."""
+        """Return the rows that a worker holds."""
         return [*self.read.get(worker, {}).values(), *self.decoded.get(worker, {}).values()]
 
     def to_prefill(self, worker: int) -> Task | None:
-        """The next row, which is this worker's now; None: there is none, or it has one, or it has to wait."""
+        """Assign the next row to a prefill worker.
+
+        Returns:
+            The row, or None if no row waits, the worker has one, or decoding is behind.
+        """
         if not self.waiting or self.room <= 0 or self.read.get(worker):
             return None
         task = self.waiting.popleft()
@@ -77,16 +102,23 @@ class Ledger:
         return task
 
     def hand(self, worker: int, part: Part, logits: Any) -> Task:
-        """The worker has prefilled its row, which is nobody's now."""
+        """Mark a prefilled row as ready for any decode worker."""
         task = self.read[worker].pop(part)
         self.ready.append(Handed(task, logits))
         return task
 
     def to_decode(self, worker: int, slots: Sequence[int]) -> Handed | None:
-        """The next row that was prefilled, which is this worker's now; None: there is none, or it has no free slot.
+        """Assign the next prefilled row to a decode worker.
 
-        slots: of each bucket. Rows of one bucket decode together: one of another bucket enters when all have ended, and
-        one that was lost runs alone, as it may have ended the worker.
+        Rows of one bucket decode together. A row of another bucket enters once all have ended. A row that was lost runs
+        alone, because it may have ended its worker.
+
+        Args:
+            worker: number of the worker.
+            slots: slots of each bucket.
+
+        Returns:
+            The row, or None if none fits.
         """
         held = self.decoded.setdefault(worker, {})
         buckets = {x.bucket for x in held.values()} or {x.task.bucket for x in self.ready}
@@ -99,13 +131,14 @@ class Ledger:
         return found
 
     def end(self, worker: int, part: Part) -> Task:
-        """The worker has decoded the row."""
+        """Mark a row as decoded."""
         return self.decoded[worker].pop(part)
 
     def lose(self, worker: int, parts: Iterable[Part]) -> list[Task]:
-        """The worker has these rows no more, and nobody has their caches: they wait again, the first of all.
+        """Queue rows again that a worker has lost with their caches, before all others.
 
-        Those that were lost before end with that, and are given back.
+        Returns:
+            Rows that were lost TRIES times, which end with that.
         """
         gone = []
         for part in parts:

@@ -1,4 +1,4 @@
-"""Which division of workers answers most requests in time: the rules of a job, with clocks in place of computations."""
+"""Simulation of a disaggregated job: which allocation of workers answers most requests in time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from jkv.batch.disaggregated.allocation import PREFILL, STAGES, decide
 from jkv.batch.disaggregated.row_tracker import AHEAD, Ledger, Task
 from jkv.engine.request import Request, Settings
 
-SHARE = 0.9  # of requests in time, below which a rate is too high
+SHARE = 0.9  # share of requests in time, below which a rate is too high
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured: seconds of a prompt token and of a step of all slots; slots of a decode worker, steps between
-    two borders at which rows enter, rows ahead for each worker, and seconds between two looks at the queues.
+    """Measured costs of a job.
+
+    Attributes:
+        token: seconds of a prompt token.
+        step: seconds of a decode step of all slots.
+        slots: slots of a decode worker.
+        block: steps between two points at which rows may enter.
+        ahead: rows per worker that may be prefilled before a slot is free.
+        every: seconds between two checks of the queues.
 
     Example:
 
@@ -39,7 +46,15 @@ class Costs:
 
     @classmethod
     def of(cls, report: Mapping[str, Any], every: float = inf) -> Costs:
-        """Of the report of a job; ValueError for one without stages, or with a stage that did nothing."""
+        """Read costs from the report of a job.
+
+        Args:
+            report: report of a job with prefill and decode workers.
+            every: seconds between two checks of the queues.
+
+        Raises:
+            ValueError: the report has no stages, or one that did nothing.
+        """
         try:
             stages = report["stages"]
             seconds = [stages[x]["seconds"] / stages[x]["units"] for x in STAGES]
@@ -51,7 +66,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: when it comes, its prompt tokens, and those of its answer."""
+    """A request.
+
+    Attributes:
+        at: arrival time in seconds.
+        tokens: prompt tokens.
+        new: generated tokens.
+    """
 
     at: float
     tokens: int
@@ -60,38 +81,66 @@ class Asked:
 
 @dataclass
 class Served:
-    """When a request's first token came, and its last one."""
+    """Result of a request.
+
+    Attributes:
+        first: time of its first token.
+        last: time of its last token.
+    """
 
     first: float = inf
     last: float = inf
 
     def within(self, asked: Asked, first: float, later: float) -> bool:
-        """Whether it was in time: the first token within so many seconds, the others within so many each."""
+        """Return whether the request was served in time.
+
+        Args:
+            asked: the request.
+            first: largest time to the first token, in seconds.
+            later: largest mean time of each later token, in seconds.
+        """
         each = (self.last - self.first) / max(asked.new - 1, 1)
         return self.first - asked.at <= first and each <= later
 
 
 @dataclass
 class _Member:
+    """A worker: its stage, and the stage it moves to after its rows."""
+
     stage: str
     after: str
     busy: bool = False
 
 
 class Simulation:
-    """Workers, as many as `workers` says of each of STAGES, by the rules of `Ledger` and `decide`."""
+    """Simulation of workers by the rules of `Ledger` and `decide`, with times instead of computations.
+
+    Attributes:
+        ledger: where each row is.
+        served: result of each request.
+        left: tokens left to generate, of rows in slots.
+        events: heap of times and callbacks.
+        changes: workers that changed stage.
+    """
 
     def __init__(self, asked: Sequence[Asked], workers: Sequence[int], costs: Costs) -> None:
+        """Prepare a simulation.
+
+        Args:
+            asked: requests.
+            workers: workers of each of STAGES.
+            costs: measured costs.
+        """
         self.asked, self.costs = asked, costs
         self.ledger = Ledger([], costs.ahead * sum(workers))
         self.members = [_Member(x, x) for x, n in zip(STAGES, workers, strict=True) for _ in range(n)]
         self.served = [Served() for _ in asked]
-        self.left: dict[int, int] = {}  # of rows in slots, tokens to come
+        self.left: dict[int, int] = {}  # tokens left to generate, of rows in slots
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.order, self.changes = count(), 0
 
     def run(self) -> list[Served]:
-        """What became of each request."""
+        """Run until no event is left. Returns the result of each request."""
         for i, x in enumerate(self.asked):
             self._at(x.at, lambda now, i=i: self._arrive(i))
         if self.costs.every < inf:
@@ -100,21 +149,24 @@ class Simulation:
             now, _, happens = heapq.heappop(self.events)
             happens(now)
             for number, member in sorted(enumerate(self.members), key=lambda x: x[1].stage == PREFILL):
-                if not member.busy:  # those that decode first: what they take leaves room for the others
+                if not member.busy:  # decode workers first, because rows that they take make room for prefill
                     self._start(number, member, now)
         return self.served
 
     def _at(self, when: float, happens: Callable[[float], None]) -> None:
+        """Schedule a callback."""
         heapq.heappush(self.events, (when, next(self.order), happens))
 
     def _arrive(self, i: int) -> None:
+        """Queue a request."""
         settings = Settings(max_new_tokens=self.asked[i].new)
         self.ledger.waiting.append(Task(0, Request(line=i, id=None, tokens=np.zeros(0, np.int32), settings=settings)))
 
     def _start(self, number: int, member: _Member, now: float) -> None:
-        """What a worker does next, if there is anything."""
+        """Start the next prefill or block of an idle worker, if it can run one."""
         if member.stage != member.after and not self.ledger.held(number):
             member.stage = member.after
+        # A worker that moves takes no new rows.
         drains = member.stage != member.after
         if member.stage == PREFILL:
             task = None if drains else self.ledger.to_prefill(number)
@@ -132,10 +184,12 @@ class Simulation:
             self._at(now + steps * self.costs.step, lambda _: self._decoded(number, member, rows, now, steps))
 
     def _read(self, number: int, member: _Member, task: Task) -> None:
+        """End a prefill."""
         member.busy = False
         self.ledger.hand(number, task.part, None)
 
     def _decoded(self, number: int, member: _Member, rows: list[int], began: float, steps: int) -> None:
+        """End a block: count its tokens and end its rows."""
         member.busy = False
         for i in rows:
             self.served[i].first = min(self.served[i].first, began + self.costs.step)
@@ -145,7 +199,7 @@ class Simulation:
             self.left[i] -= steps
 
     def _look(self, now: float) -> None:
-        """Whether a worker goes to another stage."""
+        """Move a worker to another stage if the queues are uneven."""
         if all(x.last < inf for x in self.served):
             return
         self._at(now + self.costs.every, self._look)
@@ -160,12 +214,18 @@ class Simulation:
 
 
 def in_time(asked: Sequence[Asked], served: Sequence[Served], first: float, later: float) -> float:
-    """The share of requests whose first token came within `first` seconds and the others within `later` each."""
+    """Return the share of requests served in time; see `Served.within`."""
     return sum(y.within(x, first, later) for x, y in zip(asked, served, strict=True)) / max(len(asked), 1)
 
 
 def arrivals(lengths: Sequence[tuple[int, int]], rate: float, seed: int = 0) -> list[Asked]:
-    """Requests of these tokens of prompts and answers, `rate` a second, each after a time of its own (Poisson)."""
+    """Draw arrival times of a Poisson process.
+
+    Args:
+        lengths: prompt and generated tokens of each request.
+        rate: requests per second.
+        seed: seed of the draws.
+    """
     gaps = np.random.default_rng(seed).exponential(1 / rate, len(lengths))
     return [Asked(float(at), *x) for at, x in zip(np.cumsum(gaps), lengths, strict=True)]
 
@@ -173,7 +233,19 @@ def arrivals(lengths: Sequence[tuple[int, int]], rate: float, seed: int = 0) -> 
 def plans(
     lengths: Sequence[tuple[int, int]], total: int, rates: Sequence[float], costs: Costs, first: float, later: float
 ) -> Iterator[dict[str, Any]]:
-    """Of each division of `total` workers, and each rate of requests a second, the share in time, and the changes."""
+    """Simulate every allocation of workers at every request rate.
+
+    Args:
+        lengths: prompt and generated tokens of each request.
+        total: number of workers.
+        rates: requests per second.
+        costs: measured costs.
+        first: largest time to the first token, in seconds.
+        later: largest mean time of each later token, in seconds.
+
+    Yields:
+        Allocation, rate, share of requests in time, and number of stage changes.
+    """
     for prefill in range(1, total):
         for rate in rates:
             asked = arrivals(lengths, rate)
@@ -185,6 +257,16 @@ def plans(
 
 
 def best(found: Sequence[Mapping[str, Any]], share: float = SHARE) -> Mapping[str, Any] | None:
-    """The division that keeps a share in time at the highest rate; of equals the one that keeps most; None: none."""
+    """Choose the allocation that keeps a share of requests in time at the highest rate.
+
+    Ties go to the larger share.
+
+    Args:
+        found: results of `plans`.
+        share: smallest share in time.
+
+    Returns:
+        One of the results, or None.
+    """
     enough = [x for x in found if x["share"] >= share]
     return max(enough, key=lambda x: (x["rate"], x["share"]), default=None)

@@ -1,4 +1,4 @@
-"""A process of one stage: it prefills rows and writes their caches, or reads caches and decodes their rows."""
+"""A worker process: prefills rows and writes their caches, or loads caches and decodes their rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,17 @@ from jkv.utils import memory
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a worker is told when it starts. load: the model, the same for all; cache: the text of its config; buckets:
-    without rows, each with the rows that decode together; greedy, penalised: as in `Shapes`."""
+    """What a worker gets at its start.
+
+    Attributes:
+        load: loads the model, the same on all workers.
+        cache: text of the cache config.
+        buckets: buckets without their rows, each with the number of rows that decode together.
+        greedy: as in `Shapes`.
+        penalised: as in `Shapes`.
+        store: prefix cache, or None.
+        draft: name of the drafter, or None.
+    """
 
     load: Callable[[], Params]
     cache: str
@@ -50,14 +59,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Become:
-    """Go to this stage; None: end."""
+    """Message: move to a stage, or exit if None."""
 
     stage: str | None
 
 
 @dataclass(frozen=True)
 class Read:
-    """Prefill a row, and write its cache to the path."""
+    """Message: prefill a row and write its cache to the path."""
 
     bucket: int
     request: Request
@@ -66,7 +75,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Take:
-    """Decode a row whose cache is in the path, which is the worker's to delete."""
+    """Message: decode a row whose cache is at the path, and delete the file."""
 
     bucket: int
     request: Request
@@ -76,7 +85,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is there, and what it is."""
+    """Message: the model is loaded, with its fingerprint and the version of jkv."""
 
     model: str
     jkv: str | None
@@ -84,7 +93,15 @@ class Ready:
 
 @dataclass(frozen=True)
 class Wrote:
-    """A cache is in its file. nbytes: of its arrays; prefilled: tokens that were read, not found in a store."""
+    """Message: a cache has been written.
+
+    Attributes:
+        part: the row.
+        logits: next-token logits f32[1,V].
+        nbytes: bytes of its arrays.
+        size: bytes of its file.
+        prefilled: prompt tokens that were computed instead of found in the prefix cache.
+    """
 
     part: Part
     logits: np.ndarray
@@ -95,7 +112,13 @@ class Wrote:
 
 @dataclass(frozen=True)
 class Ended:
-    """Rows have ended; nbytes: of the caches of all slots."""
+    """Message: rows have ended.
+
+    Attributes:
+        parts: the rows.
+        answers: their answers or errors.
+        nbytes: bytes of the caches of all slots.
+    """
 
     parts: tuple[Part, ...]
     answers: tuple[Answer | Refused, ...]
@@ -104,7 +127,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Lost:
-    """Rows failed where they might not fail again."""
+    """Message: rows failed in a way that might not repeat."""
 
     parts: tuple[Part, ...]
     text: str
@@ -112,10 +135,18 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
-    """What a worker did in a stage, told when it leaves.
+    """Message: what a worker did in a stage that it leaves.
 
-    units: prompt tokens with their padding, or steps of all slots; running: seconds of them, without compiling; peak:
-    the most memory that the process held meanwhile, bytes; failed: as `Trial.failed`.
+    Attributes:
+        stage: the stage.
+        rows: rows that ended there.
+        units: prompt tokens with padding, or decode steps of all slots.
+        running: seconds of running, without compilation.
+        compiling: seconds of compilation.
+        programs: compiled programs.
+        peak: peak bytes of the process's memory.
+        drafted: counts of verify passes, draft tokens and accepted draft tokens.
+        failed: as `Trial.failed`.
     """
 
     stage: str
@@ -130,7 +161,10 @@ class Stay:
 
 
 def main(pipe: Connection, plan: Plan) -> None:
-    """Until the parent says so, or is no more: signals for all processes are the parent's to hear."""
+    """Run a worker until the parent stops it or is gone.
+
+    SIGINT and SIGTERM are ignored, because the parent handles them for all processes.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     use_disk_cache()
@@ -143,10 +177,24 @@ def main(pipe: Connection, plan: Plan) -> None:
 
 
 class Worker:
-    """One process. Between two blocks it looks for what the parent says, which a thread of its own hears: two who both
-    send what the pipe has no room for would wait for each other."""
+    """One worker process.
+
+    A thread receives the messages of the parent, and the worker reads them between two blocks. Without the thread,
+    parent and worker could deadlock when both send more than the pipe holds.
+
+    Attributes:
+        heard: messages received, None once the parent is gone.
+        stage: current stage, "" before the first.
+        bucket: bucket of `prompts` or `slots`.
+        rows: rows that ended in this stage.
+        units: prompt tokens or steps run in this stage.
+        prompts: prefill of the bucket, or None.
+        slots: decode slots of the bucket, or None.
+        trial: catches the drafter's errors in all batches of this worker.
+    """
 
     def __init__(self, pipe: Connection, plan: Plan) -> None:
+        """Load the model and start to receive messages."""
         params = plan.load()
         config = parse(plan.cache).bound(params)
         nowhere = Path()
@@ -154,10 +202,11 @@ class Worker:
         self.pipe, self.plan = pipe, plan
         self.heard: SimpleQueue[Become | Read | Take | None] = SimpleQueue()
         Thread(target=self._hear, daemon=True).start()
-        self.trial = Trial()  # of the drafter, in all batches of this worker
+        self.trial = Trial()  # catches errors of the drafter in all batches of this worker
         self._begin("")
 
     def _begin(self, stage: str) -> None:
+        """Enter a stage with fresh counters."""
         self.stage, self.bucket = stage, -1
         self.cost, self.rows, self.units = Cost(), 0, 0
         self.prompts: Prefilling | None = None
@@ -167,7 +216,7 @@ class Worker:
         memory.forget_peak()
 
     def _hear(self) -> None:
-        """None at last: the parent is no more, or cannot be understood."""
+        """Receive messages. Puts None at the end, when the parent is gone or a message is damaged."""
         try:
             with suppress(EOFError, OSError):
                 while True:
@@ -176,7 +225,7 @@ class Worker:
             self.heard.put(None)
 
     def work(self) -> None:
-        """Raises EOFError when the parent is no more."""
+        """Handle messages and decode blocks until `Become(None)`. Raises EOFError if the parent is gone."""
         while True:
             if self.slots is None or not self.slots.under_way or not self.heard.empty():
                 match self.heard.get():
@@ -195,6 +244,7 @@ class Worker:
                 self._block(self.slots)
 
     def _leave(self) -> None:
+        """Report what was done in the stage."""
         if not self.stage:
             return
         cost = self.cost
@@ -214,30 +264,34 @@ class Worker:
         )
 
     def _shapes(self, bucket: int) -> Shapes:
+        """Return the array shapes of a bucket."""
         made, rows = self.plan.buckets[bucket]
         shapes = self.job.shapes(made, (), rows)
         return replace(shapes, several=1, greedy=self.plan.greedy, penalised=self.plan.penalised)
 
     def _prefilling(self, bucket: int) -> Prefilling:
+        """Return the prefill of a bucket, building it if the bucket changed."""
         if self.prompts is None or self.bucket != bucket:
             self.prompts = Prefilling(self.job.params, self._shapes(bucket), self.cost, self.job.store)
             self.bucket = bucket
         return self.prompts
 
     def _decoding(self, bucket: int) -> Slots:
+        """Return the slots of a bucket, building them if the bucket changed."""
         if self.slots is None or self.bucket != bucket:
-            self._drop()  # before the next one is made
+            self._drop()  # free memory before building the next one
             self.slots = Slots(self.job.params, self._shapes(bucket), self.cost, self.job.drafter, self.trial)
             self.bucket = bucket
         return self.slots
 
     def _drop(self) -> None:
-        """The slots are no more, whoever is in them."""
+        """Free the slots with the rows in them."""
         if self.slots is not None:
             self.drafted.update(self.slots.drafted)
             self.slots = None
 
     def _prefill(self, x: Read) -> None:
+        """Prefill a row, write its cache and report it."""
         try:
             prompts = self._prefilling(x.bucket)
             wave, before = alone(prompts.shapes.bucket, x.request), prompts.prefilled
@@ -251,6 +305,7 @@ class Worker:
         self.pipe.send(Wrote(x.request.part, np.asarray(filled.logits), filled.cache.nbytes, size, ran))
 
     def _seat(self, x: Take) -> None:
+        """Load the cache of a row into a free slot."""
         slots = None
         try:
             slots = self._decoding(x.bucket)
@@ -258,6 +313,7 @@ class Worker:
             x.path.unlink()
             slots.seat(Filled(rows=(x.request,), cache=cache, logits=jnp.asarray(x.logits)))
         except BaseException as error:
+            # A failure that consumed the decode state loses all rows in slots.
             broken = slots is not None and any(y.is_deleted() for y in jax.tree.leaves(slots.state))
             others = [r.part for r in slots.under_way] if slots is not None and broken else []
             if broken:
@@ -265,6 +321,7 @@ class Worker:
             self._lost((*others, x.request.part), error)
 
     def _block(self, slots: Slots) -> None:
+        """Decode a block and send the rows that ended."""
         running = tuple(r.part for r in slots.under_way)
         try:
             ended = slots.block()
@@ -278,6 +335,7 @@ class Worker:
             self.pipe.send(Ended(tuple(x for x in running if x not in left), tuple(ended), slots.nbytes))
 
     def _lost(self, parts: tuple[Part, ...], error: BaseException) -> None:
+        """Report rows that failed. A fatal error is raised again."""
         if not survivable(error):
             raise error
         self.pipe.send(Lost(parts, said(error)))

@@ -1,4 +1,4 @@
-"""The public functions: prefill, extend, generate, stream."""
+"""The public generation functions: prefill, extend, generate, stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jkv.speculative.proposer import Drafter
 from jkv.utils.notes import note
 from jkv.utils.validation import count, short
 
-ROOM = 256  # tokens that a cache made by `prefill` can take beyond its prompt, where the context has as many
+ROOM = 256  # default reserve of `prefill`: tokens that may follow the prompt, if the model's context allows
 
 
 @narrow
@@ -38,12 +38,23 @@ def prefill(
     chunk: int | None = None,
     store: Store | Passages | None = None,
 ) -> tuple[Cache, Array]:
-    """The cache after a prompt, and the logits f32[B,V] of what comes next.
+    """Prefill a prompt into a new cache, and return the cache and the next-token logits.
 
-    room: tokens that may be added later (default: 256, or what the model's context leaves of them); chunk: prompt
-    tokens at a time, so that memory is the budget and a chunk whatever the prompt's length; 0: all; None: all, or in
-    pieces that memory has room for, which stderr then says. store: of beginnings that are not to be read again. Raises
-    ValueError for what cannot work, with the way out.
+    Args:
+        config: a composition such as "snapkv(budget=512) | int4", a CacheConfig, or None (the full cache).
+        prompt: text, list of texts, chat messages, or token ids.
+        room: tokens that may be added after the prompt. Default: 256, or the rest of the model's context if that is
+            less.
+        chunk: prompt tokens per prefill chunk. With chunks, memory is the budget plus one chunk at any prompt length.
+            0: the whole prompt at once. None: the config's chunk, else the whole prompt, or the largest chunks that fit
+            into memory (then reported on stderr).
+        store: a Store whose cached prefixes, or Passages whose cached tokens, are loaded instead of prefilled.
+
+    Returns:
+        The cache, and the next-token logits f32[B,V].
+
+    Raises:
+        ValueError: for an unsupported combination; the message names an alternative.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -68,11 +79,16 @@ def prefill(
 @narrow
 @told()
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
-    """The cache after more text, and the logits f32[B,V] of what comes next; the given cache stays as it was.
+    """Append text to every row of a cache, and return a new cache and the next-token logits.
 
-    A cache that compresses its prompt alone (`append`) keeps the text on top of its budget; in others it competes with
-    the prompt by the method's score. Raises ValueError if the cache has no room for it, or if its rows are not the
-    prompt's.
+    The given cache stays unchanged. If only the prompt is compressed (the modifier `append`), the text is kept on top
+    of the budget. Otherwise it competes with the prompt by the method's score.
+
+    Returns:
+        The new cache, and the next-token logits f32[B,V].
+
+    Raises:
+        ValueError: if the cache has no capacity for the text, or if cache and prompt differ in their number of rows.
     """
     model(params)
     if not isinstance(cache, Cache):
@@ -103,21 +119,34 @@ def generate(
     draft: str | Params | Drafter | Sequence[str | Params | Drafter] | None = None,
     store: Store | Passages | None = None,
 ) -> Result:
-    """Text after a prompt, through a compressed cache.
+    """Generate text after a prompt through a compressed KV cache.
 
-    cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to go on
-    from. prompt: text, list of texts, chat messages, or token ids. Greedy unless temperature is set; a row's tokens
-    depend on its own seed (a list: one a row; a number: seed, seed + 1, ...) and not on its batch. repetition_penalty:
-    of the tokens of the prompt and the answer; a cache does not know which tokens it holds. stop: texts that end a row,
-    with the token that completes one (its text ends before); stop_ids: tokens that do (default: the model's). chunk: as
-    for `prefill`. n: answers to each prompt, in rows next to each other: it is read once, and its cache forked.
-    compare: also run the full cache on the generated tokens and report KL and first divergence. until(cache, logits
-    f32[B,V], tokens): asked after every block, which rows end there; `extend` gives the result's cache more to read,
-    and `generate` goes on from it. draft: "suffix", "recycle", "drafter", two such as "suffix | recycle", whichever
-    offers more, a cache for the model's own guesses, a smaller model or a Drafter: several guesses are verified in a
-    pass, with the tokens of plain decoding; a list: each verifies what the next one guesses. store: where the prompt's
-    beginning is read from if it was read before, by whatever process; or `jkv.Passages` that stand anywhere in it.
-    Raises ValueError for what cannot be run, and for a row whose logits are NaN, with the cause.
+    A row's tokens depend on its own seed and not on the other rows of the batch.
+
+    Args:
+        cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to
+            continue from.
+        prompt: text, list of texts, chat messages, or token ids.
+        temperature: 0 decodes greedily.
+        repetition_penalty: penalizes the tokens of the prompt and the answer. The earlier tokens of a given Cache are
+            not penalized, because a cache does not store token ids.
+        seed: one per row, or a number for seed, seed + 1, ...
+        stop: stop strings. A row ends with the token that completes one; its text ends before the stop string.
+        stop_ids: stop tokens. Default: the model's.
+        chunk: prompt tokens per prefill chunk, as in `prefill`.
+        n: answers per prompt, in adjacent rows. The prompt is prefilled once and its cache forked.
+        compare: also run the full cache on the generated tokens, and report KL and the first divergence.
+        until: called after every block as until(cache, logits f32[B,V], tokens); returns which rows end there. To go on
+            from the result, `extend` its cache with more text and call `generate` again.
+        draft: drafter for speculative decoding, which never changes the tokens. "suffix", "recycle", "drafter", or two
+            such as "suffix | recycle" (per row, the proposal with more expected tokens); a cache composition, through
+            which the model drafts for itself; a smaller model; or a Drafter. In a list, each drafter verifies the draft
+            tokens of the next one.
+        store: a Store from which cached prompt prefixes are loaded, whichever process wrote them, or `jkv.Passages`,
+            whose cached tokens are reused at any position.
+
+    Raises:
+        ValueError: for an unsupported combination, and for a row with NaN logits, with the cause.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -152,11 +181,14 @@ def generate(
 
 @narrow
 def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
-    """The text of one row, piece by piece as it is generated; takes the options of `generate`.
+    """Stream the text of one row as it is generated; takes the options of `generate`.
 
-    The generator's return value is the Result: `result = yield from stream(...)`. What cannot be is refused at once,
-    and the prompt is read when the first piece is asked for. The first token of a greedy row comes before the decode
-    loop is compiled; what follows comes block by block.
+    Arguments are checked at once; the prompt is prefilled when the first piece is requested. The first token of a
+    greedy row is emitted before the decode loop is compiled, later ones block by block. The generator's return value
+    is the Result: `result = yield from stream(...)`.
+
+    Raises:
+        ValueError: for several rows, for a model without a tokenizer, and as `generate` does.
     """
     given = asked(params, cache, **options)
     rows, single = encode(params, prompt)
@@ -168,6 +200,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
 @narrow
 def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
+    """Generate one row, yield its text as it becomes final, and return the Result."""
     run = Generation(params, given, rows, single)
     checker = StopChecker(params.tokenizer, run.stop)
     for tokens in chain([run.first()], run.blocks()):

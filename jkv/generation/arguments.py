@@ -1,4 +1,4 @@
-"""The arguments of `generate` and `stream`, checked before anything runs: each is refused by its name."""
+"""Validation of the arguments of `generate` and `stream`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,22 @@ Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of one generation. draws: of `sampling.make`; seeds: one, or one a row; n: rows a prompt."""
+    """The validated options of one generation.
+
+    Attributes:
+        cache: a config, or a cache to continue from.
+        new: maximum number of new tokens per row.
+        draws: the sampling arguments of `sampling.make`.
+        seeds: u32 scalar, or one per row.
+        stop: stop strings.
+        stop_ids: stop tokens; None: the model's.
+        chunk: prompt tokens per prefill chunk; 0: all; None: the config's choice, or by free memory.
+        n: rows per prompt.
+        compare: whether the full cache runs too, for KL and first divergence.
+        until: callback that ends rows after a block.
+        draft: the drafter; None: plain decoding.
+        store: prefix store or passages; None: every prompt token is prefilled.
+    """
 
     cache: CacheConfig | Cache
     new: int
@@ -61,7 +76,7 @@ def asked(
     store: Any = None,
     **draws: Any,
 ) -> Asked:
-    """The options of `generate`; ValueError or TypeError for one that cannot be, with its name.
+    """Validate the arguments of `generate`; raises ValueError or TypeError with the argument's name.
 
     >>> from jkv import models
     >>> asked(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
@@ -98,7 +113,7 @@ def asked(
 
 
 def fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
-    """Raise ValueError for options that are not those of these rows, or rows that are too long with what is asked."""
+    """Raise ValueError if options and rows do not match, or if the rows are too long for the model and the cache."""
     b = len(rows) * asked.n
     heat, *_ = sampling.check(b, **asked.draws)
     if asked.n > 1 and not heat.all():
@@ -110,28 +125,28 @@ def fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
 
 
 def model(params: Any) -> None:
-    """Raise TypeError for what is no model, RuntimeError in a process where none can run."""
+    """Raise TypeError if `params` is no model, RuntimeError in a process forked after JAX started."""
     fork_guard.check()
     if not isinstance(params, Params):
         raise TypeError(f"params is {short(params)}: give a model, as jkv.load makes it")
 
 
 def composition(cache: Any) -> CacheConfig:
-    """The config of a text, a config or None; TypeError for anything else."""
+    """Return the config of a composition, a config or None; TypeError for anything else."""
     if cache is not None and not isinstance(cache, str | CacheConfig):
         raise TypeError(f"cache is {short(cache)}: give a text such as 'snapkv(budget=512)', a CacheConfig, or None")
     return methods.as_config(cache)
 
 
 def stored(store: Any) -> Store | Passages | None:
-    """A store, passages, or None; TypeError for anything else."""
+    """Return a store, passages or None unchanged; TypeError for anything else."""
     if store is not None and not isinstance(store, Store | Passages):
         raise TypeError(f"store is {short(store)}: give a jkv.Store, jkv.Passages, or None")
     return store
 
 
 def texts(stop: Any, params: Params) -> tuple[str, ...]:
-    """Stop texts: one, or several.
+    """Return the stop strings of one string or several; ValueError for empty ones, or without a tokenizer.
 
     >>> from jkv import models
     >>> texts((), models.random(models.TINY))
@@ -147,7 +162,7 @@ def texts(stop: Any, params: Params) -> tuple[str, ...]:
 
 
 def seeds(seed: Any) -> np.ndarray:
-    """One seed, or one a row, of 32 bits."""
+    """Fold one 64-bit seed, or one per row, to 32 bits."""
     least, most = sampling.SEEDS
     found = numbers("seed", seed, "a whole number of 64 bits, or one a row", whole=True, least=least, most=most)
     return np.asarray(sampling.fold(found))

@@ -1,4 +1,4 @@
-"""A compressed cache on disk: codes as they are, tied to the model and the config that made them."""
+"""Compressed caches on disk: encoded arrays, tied to the model and the config that made them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from jkv.utils.json_results import versions
 
 _FIELDS = ("layers", "states", "counts", "fill")
 _AGAIN = "prefill the prompt again"
-_FAR = 1 << 30  # beyond any text; sums of two still fit
-_LONGEST_TEXT = 1 << 16  # of a config: far above any, far below what Python's parser cannot take
+_FAR = 1 << 30  # beyond any position; the sum of two still fits in int32
+_LONGEST_TEXT = 1 << 16  # characters of a config: far above any real one, far below the limits of Python's parser
 
 
 @narrow
 def save_cache(cache: Cache, path: str | Path, params: Params) -> None:
-    """Write the cache to one file, whole or not at all; raises OSError if it cannot be written."""
+    """Write the cache to one file, atomically; raises OSError if it cannot be written."""
     array_file.write(path, *packed(cache, params))
 
 
 def packed(cache: Cache, params: Params) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of a cache by name, in memory, and its description."""
+    """Return the arrays of a cache by name, in memory, and its JSON description."""
     check_there(cache)
     leaves = jax.tree_util.tree_leaves_with_path(_whole(cache))
     meta = {
@@ -61,20 +61,26 @@ def packed(cache: Cache, params: Params) -> tuple[dict[str, np.ndarray], dict[st
 
 
 def row(arrays: Mapping[str, np.ndarray], meta: dict[str, Any], i: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Of a packed cache one row, as that row's own cache is packed: all rows share the numbers without an axis."""
+    """Return row i of a packed cache, packed as a cache of one row; arrays without axes are shared by all rows."""
     return {name: x[i : i + 1] if x.ndim else x for name, x in arrays.items()}, meta | {"rows": 1}
 
 
 @narrow
 def load_cache(path: str | Path, params: Params, config: CacheConfig | None = None) -> Cache:
-    """The cache in a file written by `save_cache` with the same model; config: only for one without a text form.
+    """Load a cache that `save_cache` wrote with the same model, onto the model's device or mesh.
 
-    It lies where the model does, on one device or a mesh. Raises FormatError for a file that is damaged, of another
-    model (with both fingerprints), of another jkv or of another shape, ValueError for a mesh that cannot divide it.
+    Args:
+        config: only for a cache whose config has no text form.
+
+    Raises:
+        FormatError: if the file is damaged, or belongs to another model (both fingerprints are named), another version
+            of jkv, or other shapes.
+        ValueError: if the model's mesh cannot divide the cache.
     """
     path, over = Path(path), sharding.over(params)
     with array_file.opened(path) as (meta, _, read):
-        config = config and replace(config, devices=meta.get("devices", 1))  # those of the file, wherever it goes
+        # The layout of the slots is the file's, whichever devices load it.
+        config = config and replace(config, devices=meta.get("devices", 1))
         cache = unpacked(path, meta, read, params, config)
     if over is None:
         return cache
@@ -89,11 +95,22 @@ def unpacked(
     params: Params,
     config: CacheConfig | None = None,
 ) -> Cache:
-    """The inverse of `packed`, of arrays that `read` gives by name; raises FormatError as `load_cache` does."""
+    """Rebuild the cache that `packed` described.
+
+    Args:
+        path: named in errors.
+        meta: the description.
+        read: returns the arrays of the given names.
+        config: only for a cache whose config has no text form.
+
+    Raises:
+        FormatError: as `load_cache` does.
+    """
     own = fingerprint(params)
     if meta.get("model") != own:
         cause = f"its cache belongs to the model {meta.get('model')}, and this one is {own}"
         raise FormatError(path, cause, "load the model that the cache was made with")
+    # Check names, shapes and dtypes against the shapes of an empty cache.
     empty = _described(path, meta, params, config)
     found, tree = jax.tree_util.tree_flatten_with_path(_whole(empty))
     arrays = read(jax.tree_util.keystr(where) for where, _ in found)
@@ -105,6 +122,7 @@ def unpacked(
             cause = f"array {name} is {x.dtype}{list(x.shape)}, not {want.dtype}{list(want.shape)}"
             raise FormatError(path, cause, _AGAIN)
         leaves.append(x)
+    # Check the values, and place the arrays.
     layers, states, counts, fill = jax.tree_util.tree_unflatten(tree, leaves)
     cache = replace(empty, layers=layers, states=states, counts=counts, fill=fill)
     if (wrong := _impossible(cache)) is not None:
@@ -113,6 +131,7 @@ def unpacked(
 
 
 def _placed(want: Any, x: Any) -> Any:
+    """Return an array on the device, or the pages of an offloaded code where the config puts them."""
     if not is_far(want):
         return jnp.array(x)
     return settled(replace(x, lines=want.lines.of(x.lines), hot=jax.tree.map(jnp.array, x.hot)))
@@ -123,18 +142,18 @@ def _fields(cache: Cache) -> dict[str, Any]:
 
 
 def _whole(cache: Cache) -> tuple[Any, ...]:
-    """Its arrays, with pages as they are in memory, wherever they lie."""
+    """Return the arrays of a cache, with offloaded pages as one array, on host or disk alike."""
     whole = lambda x: replace(x, lines=x.lines.whole()) if is_far(x) else x  # noqa: E731
     return tuple(jax.tree.map(whole, list(_fields(cache).values()), is_leaf=is_far))
 
 
 def _numbers(plan: Any) -> str:
-    """Hex digest of every number that a config came to, which another version may make others of."""
+    """Return a hex digest of the resolved plan, which detects versions that resolve the same config differently."""
     return hashlib.sha256(str(jax.tree.structure(plan)).encode()).hexdigest()[:32]
 
 
 def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheConfig | None) -> Cache:
-    """The cache that a file's description asks for, with shapes for arrays."""
+    """Return the cache of a file's description, with shapes in place of arrays."""
     try:
         if config is None and (not isinstance(meta["config"], str) or len(meta["config"]) > _LONGEST_TEXT):
             raise ValueError("its config is no text, or far too long")
@@ -148,6 +167,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
+    # The description is usable. Compare config, trained weights and plan with this process's own.
     if meta["config"] != config.name:
         cause = f"its cache is {meta['config'] or 'of a config without a text'}, not {config}"
         raise FormatError(path, cause, "leave out config=, or prefill the prompt again with it")
@@ -158,7 +178,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         made, this = meta.get("jkv", "another"), versions(("jkv",)).get("jkv", "this one")
         cause = f"{config} meant other numbers to the jkv that wrote it ({made}) than to this one ({this})"
         raise FormatError(path, cause, _AGAIN)
-    # shapes stand for arrays until these are read
+    # Shapes stand in for arrays until those are read.
     vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     return Cache(
         layers=layers,
@@ -174,7 +194,7 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
 
 
 def _tuples(x: Any) -> Any:
-    """JSON's lists as tuples of whole numbers; ValueError for anything else."""
+    """Convert JSON lists to tuples of whole numbers; ValueError for anything else."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     if x is not None and not (type(x) is int and 0 <= x < MOST):
@@ -183,7 +203,8 @@ def _tuples(x: Any) -> Any:
 
 
 def _impossible(cache: Cache) -> str | None:
-    """What of a cache of numpy arrays no prompt can have led to, if anything: a place beyond a window or a text."""
+    """Name the part of a cache of numpy arrays that no prompt can produce, such as an index out of range, or None."""
+    # Numbers of tokens, and the fill of windows and states.
     seen, tiers = np.asarray(cache.seen), [t for plan in cache.plan for t in plan.tiers]
     parts = [np.asarray(x) for x in (cache.prompt, cache.counts.later, cache.counts.generated)]
     most = _FAR if any(tier.rope == "rank" for tier in tiers) or not cache.plan else cache.model.context
@@ -193,6 +214,7 @@ def _impossible(cache: Cache) -> str | None:
         return "fill"
     if any((x.count < 0).any() or (x.count > x.dt.shape[1]).any() for x in cache.states):
         return "number of tokens that wait (count)"
+    # Indices of each layer: positions, heads of pooled tiers, positions at which keys act.
     for i, layer in enumerate(cache.layers):
         held = [layer.recent.pos, *([layer.queries.pos] if layer.queries else []), *(t.pos for t in layer.tiers)]
         for pos in map(np.asarray, held):

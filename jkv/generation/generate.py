@@ -1,4 +1,4 @@
-"""One generation: a prompt, blocks of tokens or drafts, and what is said of them."""
+"""The generation loop: prefill, decode block by block or with drafts, build the result."""
 
 from __future__ import annotations
 
@@ -51,11 +51,18 @@ from jkv.utils.validation import short
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was generated: text and tokens (lists of them for several rows), the cache, the next logits, the receipt.
+    """The result of one generation.
 
-    A row's tokens end with its stop id, or with the token that completes a stop text. logits f32[B,V]: behind the
-    newest token of each row's cache. A row that a stop text or `until` ends goes on to the end of its block, so its
-    cache may have tokens behind the last one here: `cache.seen` counts them, and `cache.rollback` takes them away.
+    With several rows, `text` and `tokens` are lists with one entry per row.
+
+    Attributes:
+        text: the answer; it ends before a stop string.
+        tokens: the generated tokens. A row's last token is its stop token, or the token that completes a stop string.
+        cache: the cache after generation. A row that a stop string or `until` ends still runs to the end of its block,
+            so its cache may hold tokens after the last one in `tokens`: `cache.seen` counts them, `cache.rollback`
+            removes them.
+        logits: f32[B,V] after the newest token in each row's cache.
+        report: the receipt.
     """
 
     text: str | list[str]
@@ -66,14 +73,21 @@ class Result:
 
 
 class Generation:
-    """One generation: prefill at construction, then blocks, then the result."""
+    """One generation: construction prefills, `blocks` decodes, `result` builds the Result."""
 
     @told()
     def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
+        """Prefill the prompts, and start compiling the decode programs meanwhile.
+
+        Args:
+            rows: token ids of each prompt.
+            single: whether the caller gave one prompt instead of a list; the Result then has no lists.
+        """
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
         self.rows = [row for row in rows for _ in range(asked.n)]
         self.store, before = asked.store, asked.store.reused if asked.store else 0
+        # Sampling settings and stop conditions.
         b = len(self.rows)
         seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
         ids = stop_ids_of(params) if asked.stop_ids is None else asked.stop_ids
@@ -83,6 +97,7 @@ class Generation:
         self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
         self.checkers = [StopChecker(params.tokenizer, self.stop) for _ in self.rows if self.stop]
         self.room = -(-new // 64) * 64
+        # Extend the given cache, or prefill a new one.
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
             self.cache, logits, self.prefill_cost = extended(params, cache, rows, new)
@@ -101,6 +116,7 @@ class Generation:
             begin = partial(self._begin, penalized=penalized, compare=compare)
             read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
             self.cache, logits, self.prefill_cost, self.chunks = read
+        # Fork the prompts into n rows, and start the decode loop's state.
         self.reused = None if self.store is None else self.store.reused - before
         self.store_codec = self.store.codec.name if self.store is not None and self.reused else ""
         if self.n > 1:
@@ -118,7 +134,7 @@ class Generation:
         self.cost = Cost(over=over(params))
 
     def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
-        """What decodes begins to compile while the prompt is read: steps, then a flush if they come that far."""
+        """Start compiling the decode programs during prefill: a block, and one with a flush if there will be one."""
         logits = jnp.zeros((cache.rows, params.config.vocab), jnp.float32)
         if self.n > 1:
             cache, logits = jax.eval_shape(partial(forks, n=self.n), cache, logits)
@@ -127,6 +143,7 @@ class Generation:
             Cost().ahead(run_block, params, state, self.sampling, jnp.int32(self.new), full=full)
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
+        """Return the decode loop's initial state, with the prompt's tokens marked as used if there is a penalty."""
         b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
         used = None
         if penalized:
@@ -136,18 +153,21 @@ class Generation:
         return Decoding.start(cache, logits, room, None if used is None else jnp.asarray(used), traced=compare)
 
     def first(self) -> list[list[int]]:
-        """The first token of each row where it is the largest logit, which needs no decode loop; else no token."""
+        """Return each row's first token, or no tokens unless all rows are greedy without penalty.
+
+        The largest logit is the token then, so the decode loop is not needed.
+        """
         if not self.sampling.greedy or self.state.used is not None:
             return [[] for _ in self.rows]
         return [[] if np.isnan(row).any() else [int(row.argmax())] for row in np.asarray(self.state.logits)]
 
     def blocks(self) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row, after every block."""
+        """Yield all tokens so far, per row, after every block."""
         with told():
             yield from self._blocks()
 
     def _blocks(self) -> Iterator[list[list[int]]]:
-        """The device runs one block ahead of the reader, unless what is read may end a row."""
+        """Yield all tokens so far. The device runs one block ahead, unless stop strings or `until` are set."""
         if self.draft is not None:
             yield from self._drafted(self.draft)
             return
@@ -155,7 +175,7 @@ class Generation:
         unread: list[tuple[Array, Array]] = []
         for done, full in borders(self.state, self.new):
             self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(done), full=full)
-            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next call takes the state
+            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next block donates the state
             if len(unread) == 1 and not (self.stop or self.until):
                 continue
             out, alive = unread.pop(0)
@@ -171,31 +191,32 @@ class Generation:
         self.cost.running = time.perf_counter() - start - self.cost.compiling
 
     def _tokens(self, out: Array) -> list[list[int]]:
-        """The tokens of each row up to its end. ValueError for one whose logits are NaN."""
+        """Return each row's tokens up to its end; ValueError for a row with NaN logits."""
         rows = [[int(t) for t in row if t != -1] for row in np.asarray(out)]
         nan_check.check(self.params, rows)
         return self._cut(rows)
 
     def _cut(self, rows: list[list[int]]) -> list[list[int]]:
-        """All tokens so far, without those behind a stop text."""
+        """Return all tokens so far, without those after a stop string."""
         if not self.stop:
             return rows
         return [checker.cut(row) for checker, row in zip(self.checkers, rows, strict=True)]
 
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
-        """The same with drafts, after every pass."""
+        """Yield all tokens so far, per row, after every verification pass or run of plain steps."""
         start = time.perf_counter()
         run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
         run.watched, self.drafting = bool(self.stop or self.until), run
         for tokens in map(self._cut, run.run(self.new)):
             self.state = run.state
             yield tokens
-            if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # where a block ends
+            if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # a block ends here
                 self._end_rows(tokens)
                 run.state = self.state
         self.cost.running = time.perf_counter() - start - self.cost.compiling
 
     def _end_rows(self, tokens: list[list[int]]) -> None:
+        """End the rows that a stop string or `until` has finished."""
         over = np.zeros(len(tokens), bool)
         if self.stop:
             over |= [checker.finish_reason is not None for checker in self.checkers]
@@ -207,12 +228,14 @@ class Generation:
         self.state = replace(self.state, alive=self.state.alive & ~jnp.asarray(over))
 
     def result(self) -> Result:
+        """Build the Result: store the answers, measure fidelity, fill the receipt."""
         state, tokens = self.state, self._tokens(self.state.out)
         check_compressed(state.cache, self.bounded, self.name)
         self._keep(tokens)
         kl, divergence = self._fidelity(tokens)
         hits, misses = pages_asked(state.cache)
         prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
+        # Length of the full cache to compare with; a prefill that skips tokens has seen fewer.
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
             longest = bucket(max(map(len, self.rows))) + self.room
@@ -269,17 +292,17 @@ class Generation:
         )
 
     def _keep(self, tokens: list[list[int]]) -> None:
-        """The store has the answers too, if it takes them."""
+        """Add the prompts and answers to the store, if it accepts them."""
         if self.store is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
             to = begins(self.store, self.params, self.given.bound(self.params))
             for i, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
                 to.keep(self.state.cache, i, [*row, *new], Cost())
 
     def _fidelity(self, tokens: list[list[int]]) -> tuple[float, int] | tuple[None, None]:
-        """KL and first divergence: the full cache takes the generated tokens, and its logits are compared."""
+        """Return mean KL and first divergence of the full cache on the generated tokens; None if not requested."""
         if self.state.trace is None:
             return None, None
-        # Tokens enter as they were drawn; -1, after the end of a row, only fills the table.
+        # Force the tokens that were drawn. After the end of a row, -1 is padding.
         forced = np.full(self.state.out.shape, -1, np.int32)
         for row, drawn in zip(forced, tokens, strict=True):
             row[: len(drawn)] = drawn

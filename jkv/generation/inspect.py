@@ -1,4 +1,4 @@
-"""The contents of a cache: tokens, bytes and positions layer by layer, in numbers and as a plot."""
+"""Cache inspection: tokens, bytes and kept positions per layer, as numbers and as plots."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from jkv.utils.plotting import blank
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = 1000  # of the map of positions: longer texts are averaged into so many
-LETTER, LINE = 0.08, 0.2  # inches, of DejaVu Sans Mono at 9.57 points: whole pixels at 100 an inch
+COLUMNS = 1000  # maximum columns of the position map; longer sequences are averaged into them
+LETTER, LINE = 0.08, 0.2  # inches per letter and line, DejaVu Sans Mono at 9.57 points: whole pixels at 100 per inch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One store of a layer: the recent window, a tier, or the queries that its score keeps; sizes in bytes.
+    """One store of a layer: the recent window, a tier, the kept queries, or the merge's residual. Sizes are bytes.
 
-    tokens: per kv head, mean over rows; codes: keys and values, coded; scales: what the codes need to be read;
-    metadata: positions, columns of scores, indices of selectors, queries.
+    Attributes:
+        name: "recent", "tier 0", ..., "queries" or "residual".
+        codec: how keys and values are stored.
+        tokens: tokens per kv head, mean over rows.
+        codes: encoded keys and values.
+        scales: what decoding needs besides the codes.
+        metadata: positions, score columns, selector indices, queries.
     """
 
     name: str
@@ -39,12 +44,20 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """Total bytes."""
         return self.codes + self.scales + self.metadata
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer: tokens kept per kv head (mean over rows), the first and last position kept, and its parts."""
+    """One layer's contents.
+
+    Attributes:
+        kept: tokens per kv head, mean over rows, rounded to 0.1.
+        first: lowest position kept; -1: none.
+        last: highest position kept; -1: none.
+        parts: its stores.
+    """
 
     kept: list[float]
     first: int
@@ -53,13 +66,19 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
+        """Total bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A cache in numbers: `seen` tokens of each row, every layer that attends, and the bytes of the states of those
-    that recur; together they are `Cache.nbytes`."""
+    """A cache in numbers; the bytes add up to `Cache.nbytes`.
+
+    Attributes:
+        seen: tokens of each row.
+        layers: the attention layers.
+        states: bytes of each recurrent layer's state.
+    """
 
     seen: list[int]
     layers: list[Layer]
@@ -67,11 +86,12 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
+        """Total bytes."""
         return sum(layer.nbytes for layer in self.layers) + sum(self.states)
 
 
 def summary(cache: Cache) -> Summary:
-    """What every layer of a cache holds: tokens, positions and bytes of codes, scales and metadata.
+    """Summarize tokens, positions and bytes (codes, scales, metadata) of every layer of a cache.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -94,6 +114,7 @@ def summary(cache: Cache) -> Summary:
                 metadata=tree_bytes((window.pos, window.columns)),
             )
         ]
+        # The tiers.
         for i, (tier, config) in enumerate(zip(layer.tiers, plan.tiers, strict=True)):
             codes = _first(tier.k) + _first(tier.v)
             parts.append(
@@ -108,6 +129,7 @@ def summary(cache: Cache) -> Summary:
                     ),
                 )
             )
+        # What score and merge keep besides tokens.
         if layer.queries is not None:
             size = tree_bytes(layer.queries)
             parts.append(Part(name="queries", codec="float", tokens=[0.0] * heads, codes=0, scales=0, metadata=size))
@@ -116,6 +138,7 @@ def summary(cache: Cache) -> Summary:
             metadata = tree_bytes(layer.residual) - size
             none = [0.0] * heads
             parts.append(Part(name="residual", codec="float32", tokens=none, codes=size, scales=0, metadata=metadata))
+        # Total tokens, and the range of positions.
         live = _positions(layer)
         live = live[live >= 0]
         layers.append(
@@ -130,14 +153,14 @@ def summary(cache: Cache) -> Summary:
 
 
 def _first(code: Code | Pages) -> int:
-    """Bytes of the codes: a codec's first array of slots; its others, and those of grains, are scales. Of pages all."""
+    """Return the bytes of a code's first slot array; other arrays count as scales. Offloaded pages count whole."""
     if is_far(code):
         return code.lines.on_host + code.lines.on_disk
     return tree_bytes(jax.tree.leaves(code.slots)[:1])
 
 
 def _spoken(k: Codec, v: Codec, dtype: str) -> str:
-    """A name of the two codecs for people: "float32", "4 bits", "2 bits per channel / 2 bits"."""
+    """Return a readable name for two codecs: "float32", "4 bits", "2 bits per channel / 2 bits"."""
 
     def one(codec: Codec) -> str:
         return dtype if codec.exact else codec.label
@@ -146,32 +169,32 @@ def _spoken(k: Codec, v: Codec, dtype: str) -> str:
 
 
 def _tokens(pos: Any, heads: int) -> list[float]:
-    """Live entries per head, mean over rows, of positions i32[B,Hs,n]."""
+    """Return the live entries per head, mean over rows, of positions i32[B,Hs,n]."""
     count = (np.asarray(pos) >= 0).sum(-1)
     return np.broadcast_to(count, (count.shape[0], heads)).mean(0).round(1).tolist()
 
 
 def _positions(layer: LayerCache) -> np.ndarray:
-    """i32[B,H,n]: positions of every row and head, all parts together; -1 where a slot is empty."""
+    """Return i32[B,H,n], the positions in all parts of a layer, concatenated; -1 in empty slots."""
     heads = layer.recent.k.shape[1]
     return _together([layer.recent.pos[:, None], *(tier.seen_by(heads) for tier in layer.tiers)], heads)
 
 
 def _together(parts: Sequence[Any], heads: int) -> np.ndarray:
-    """[B,H,n] of a layer's parts [B,H or 1,m], one after the other."""
+    """Concatenate a layer's parts [B,H or 1,m] to [B,H,n]."""
     return np.concatenate([np.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in map(np.asarray, parts)], 2)
 
 
 def _spread(cache: Cache, layer: LayerCache, x: np.ndarray, empty: Any) -> np.ndarray:
-    """[B,H,P]: x [B,H,n] of all parts together at their positions; `empty` where nothing is kept."""
+    """Scatter x [B,H,n], the values of all parts, to their positions: [B,H,P], `empty` where nothing is kept."""
     at = _positions(layer)
     out = np.full((*at.shape[:2], int(np.asarray(cache.seen).max()) + 1), empty, x.dtype)
-    np.put_along_axis(out, at, x, 2)  # -1 is the last place, cut off below
+    np.put_along_axis(out, at, x, 2)  # position -1 (empty slots) writes to the last entry, dropped below
     return out[..., :-1]
 
 
 def mask(cache: Cache) -> np.ndarray:
-    """bool[L,B,H,P]: which positions each layer, row and kv head keeps; P is the number of tokens of the longest row.
+    """Return bool[L,B,H,P], the positions that each layer, row and kv head keeps; P: tokens of the longest row.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -183,9 +206,10 @@ def mask(cache: Cache) -> np.ndarray:
 
 
 def column(cache: Cache, name: str) -> np.ndarray:
-    """f32[L,B,H,P]: what the score remembers of the token at each position, such as "k_norm"; NaN where none is kept.
+    """Return f32[L,B,H,P], a score column such as "k_norm" at each position; NaN where no token is kept.
 
-    Raises ValueError for a name that the score does not have.
+    Raises:
+        ValueError: for a column that the score does not have.
     """
     known = cache.plan[0].columns
     if name not in known:
@@ -201,7 +225,7 @@ def column(cache: Cache, name: str) -> np.ndarray:
 
 
 def held(cache: Cache) -> np.ndarray:
-    """f32[L,P]: the share of rows and heads that keep each position of the longest row, layer by layer.
+    """Return f32[L,P], the share of rows and heads that keep each position, per layer.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -213,7 +237,7 @@ def held(cache: Cache) -> np.ndarray:
 
 
 def check_path(path: str | Path) -> None:
-    """Raise what `plot` would raise for this path, before any work is done for it."""
+    """Raise the errors that `plot` would raise for this path, before any work."""
     known = sorted(blank(1, 1).canvas.get_supported_filetypes())
     path = Path(path)
     if path.suffix[1:].lower() not in known:
@@ -223,10 +247,17 @@ def check_path(path: str | Path) -> None:
 
 
 def plot(cache: Cache, path: str | Path) -> None:
-    """Draws tokens kept by layer and head, which positions each layer keeps, and how widely each is kept.
+    """Plot the tokens kept per layer and head, the positions that each layer keeps, and the share that keeps each.
 
-    The format is the path's ending (.png, .svg, .pdf, ...). Several rows are averaged. Raises ImportError without
-    matplotlib (the extra `plot`), ValueError for an unknown ending or folder, OSError if it cannot be written.
+    Several rows are averaged.
+
+    Args:
+        path: its suffix selects the format (.png, .svg, .pdf, ...).
+
+    Raises:
+        ImportError: without matplotlib (the extra `plot`).
+        ValueError: for an unknown suffix or a missing folder.
+        OSError: if the file cannot be written.
 
     >>> import jkv, pathlib, tempfile
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -241,7 +272,7 @@ def plot(cache: Cache, path: str | Path) -> None:
 
 
 def figure(cache: Cache) -> Figure:
-    """The picture that `plot` writes; raises ImportError without matplotlib."""
+    """Return the figure that `plot` writes; raises ImportError without matplotlib."""
     share = held(cache)
     layers, seen = share.shape
     kept = np.asarray(cache.kept(), np.float32).mean(1)
@@ -255,6 +286,7 @@ def figure(cache: Cache) -> Figure:
         fontsize=13,
     )
 
+    # Left: tokens kept, layer by kv head.
     left = fig.add_subplot(grid[:, 0])
     image = left.imshow(kept, cmap="viridis", vmin=0, vmax=max(seen, 1), aspect="auto", interpolation="nearest")
     left.set(title="Tokens kept", xlabel="kv head", ylabel="layer")
@@ -265,7 +297,7 @@ def figure(cache: Cache) -> Figure:
             left.text(x, y, f"{n:.0f}", ha="center", va="center", fontsize=7, color="k" if n > 0.6 * seen else "w")
     fig.colorbar(image, ax=left, label="tokens (top: all that were seen)", pad=0.04)
 
-    # an average, not a sample, of neighbours: a position that is kept alone never vanishes from the picture
+    # Right: kept positions per layer. Neighbours are averaged, not sampled, so that an isolated position stays visible.
     n = min(seen, COLUMNS)
     edges = np.linspace(0, seen, n + 1).astype(int)
     shown = np.add.reduceat(share, edges[:-1], 1) / np.diff(edges)
@@ -276,6 +308,7 @@ def figure(cache: Cache) -> Figure:
     right.set_yticks(range(0, layers, -(-layers // 16)))
     right.tick_params(labelbottom=False)
 
+    # Below: the share of all heads that keeps each position.
     below = fig.add_subplot(grid[1, 1], sharex=right)
     below.fill_between(edges[:-1], shown.mean(0), step="post", color="#31688e", linewidth=0)
     below.set(xlabel="position in the text", ylabel="share of\nall heads", xlim=(0, seen), ylim=(0, 1.05))
@@ -287,10 +320,17 @@ def figure(cache: Cache) -> Figure:
 
 
 def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Figure:
-    """A text as a picture, `width` letters a line: each of its n pieces on a ground as dark as its weight f[n], 0 to 1.
+    """Render a text with each piece shaded by its weight.
 
-    label: what the weights are, for the scale below. Raises ValueError if there are not as many weights as pieces, and
-    ImportError without matplotlib.
+    Args:
+        pieces: the n pieces of the text.
+        weight: f[n], 0 to 1; higher is darker.
+        label: what the weights are, for the color bar.
+        width: letters per line.
+
+    Raises:
+        ValueError: if weights and pieces differ in number.
+        ImportError: without matplotlib.
 
     >>> drawn = page(["The tide ", "turns."], [0.1, 0.9], "share that keeps it", width=12)
     >>> [text.get_text() for text in drawn.axes[0].texts]
@@ -299,6 +339,7 @@ def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Fi
     weight = np.asarray(weight, float)
     if len(pieces) != len(weight):
         raise ValueError(f"{len(pieces)} pieces of text and {len(weight)} weights: give one a piece")
+    # Break the text into runs of one line and one weight.
     runs, line, at = [], 0, 0
     for piece, w in zip(pieces, weight, strict=True):
         for i, part in enumerate(piece.split("\n")):
@@ -307,13 +348,14 @@ def page(pieces: Sequence[str], weight: Any, label: str, width: int = 100) -> Fi
                 line, at = (line + 1, 0) if at == width else (line, at)
                 runs.append((line, at, part[: width - at], w))
                 part, at = part[width - at :], min(at + len(part), width)
+    # Size the figure in whole letters, then draw the runs and the color bar.
     tall, wide = LINE * (line + 1), LETTER * width
     fig = blank(wide + 0.2, tall + 0.7, None)
     from matplotlib.cm import ScalarMappable
     from matplotlib.patches import Rectangle
 
     scale = ScalarMappable(cmap="YlOrBr")
-    scale.set_clim(0, 1.6)  # black letters are still read on its darker half
+    scale.set_clim(0, 1.6)  # up to 1.6, so that black letters stay legible at weight 1
     size = fig.get_size_inches()
     axes = fig.add_axes((0.1 / size[0], 0.6 / size[1], wide / size[0], tall / size[1]))
     axes.set(xlim=(0, width), ylim=(line + 1, 0))

@@ -1,4 +1,4 @@
-"""Rows whose logits have become NaN: no token can be drawn, and why."""
+"""NaN checks: detect NaN logits and report the cause."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from jkv.models import Params
 
 
 def check(params: Params, rows: Iterable[list[int]]) -> None:
-    """Raise ValueError where the new tokens of a row end in LOST."""
+    """Raise ValueError if the new tokens of a row end in LOST."""
     for i, tokens in enumerate(rows):
         if why := said(params, tokens):
             raise ValueError(f"row {i}: {why}")
 
 
 def said(params: Params, tokens: list[int]) -> str | None:
-    """What became of a row whose new tokens end in LOST, the cause, and the way out; None: they do not."""
+    """Return the error message (cause and remedy) for a row whose new tokens end in LOST, else None."""
     if tokens[-1:] != [LOST]:
         return None
     return f"the logits after {len(tokens) - 1} new tokens are NaN, so there is no next token: {_cause(params)}"
 
 
 def check_scores(params: Params, scores: np.ndarray, start: int = 0) -> None:
-    """Raise ValueError where a log-probability f[B,n] is NaN, of given tokens from the `start`-th of each row."""
+    """Raise ValueError if a log-probability is NaN.
+
+    Args:
+        scores: f[B,n], of given tokens.
+        start: index in each row of the first token of `scores`.
+    """
     rows, at = np.nonzero(np.isnan(scores))
     if len(rows):
         raise ValueError(f"row {rows[0]}: the log-probability of its token {start + at[0]} is NaN: {_cause(params)}")
 
 
 def _cause(params: Params) -> str:
+    """Name the weights that are not finite; if all are, the dtype whose range was exceeded."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if jnp.issubdtype(x.dtype, jnp.floating) and not bool(jnp.isfinite(x).all()):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,4 +1,4 @@
-"""Receipts: what a cache held, what it cost, and how exact it was."""
+"""Receipts: memory, cost and exactness of one generation."""
 
 from __future__ import annotations
 
@@ -23,32 +23,64 @@ from jkv.kernels import Choice
 from jkv.methods import parse
 from jkv.prompts.allocation import layout
 
-ENOUGH = 32  # tokens of a row, before the seconds that they took tell a speed
+ENOUGH = 32  # minimum tokens per row for a throughput figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one generation cost.
+    """The receipt of one generation.
 
-    Bytes: `bytes_kept` of all arrays of the cache, `bytes_full` of the full cache with the same room, in the same
-    `dtype`, and `bytes_bfloat16` of that in bfloat16; `bytes_states` of the blocks that recur (in all three; no method
-    changes them), `bytes_predicted` from the config before anything ran. By the compiler: `bytes_temporary` of the
-    decode loop, and the peaks of reading the prompt and of decoding, beside the weights, with the cache in them;
-    `bytes_weights` of the model, and what its matrices are kept as. chunk: prompt tokens read at a time (0: all), and
-    reading: why so many. prefill_s, decode_s: without compile_s; the tokens a second of both are None for less than 32
-    tokens of a row, which tell more of a program's first run than of its speed. tokens_kept: per layer and head, mean
-    over rows. bits: of a number of the keys and of the values in tiers, metadata included (0: there are no tiers).
-    kernels_off: why kernels of the platform do not run. kl: mean KL(full || compressed) in nats over the generated
-    tokens; divergence: index of the first token that the full cache would have chosen otherwise (-1: none); both None
-    if not asked for. passes: of the model over the cache; drafted: tokens of a row that were verified beside each next
-    one, drafted_taken: those of them that came; draft_pauses: from which new token to which none was guessed, as no
-    guess would have paid; draft_failed: from which new token on the drafter was left out, as it failed, and its error;
-    tokens_alone: those that a pass drew and that no earlier one had, of the mean row, which would take as many did it
-    not wait for others; bytes_draft: of what the drafter held beside the cache; None without drafts. tokens_stored: of
-    the prompts, those that a store had; None without one; store_codec: what rounded them there, if anything.
-    bytes_host, bytes_disk: of those kept, in the memory of the host and on its disk; bytes_moved: of them to the device
-    in a step; pages_hit, pages_missed: of keys, and of values, that were on the device when a step asked for them, and
-    that it waited for.
+    Attributes:
+        config: the composition, or "continued" for a given cache.
+        exactness: the exactness claims of the composition's parts.
+        rows: sequences in the batch.
+        tokens_prompt: prompt tokens of all rows.
+        tokens_new: generated tokens of all rows.
+        tokens_kept: tokens held per layer and kv head, mean over rows.
+
+        dtype: float type of uncompressed keys and values.
+        bits: bits per number of keys, and of values, in tiers, metadata included; 0: no tiers.
+        bytes_full: bytes of the full cache with the same capacity, in `dtype`.
+        bytes_bfloat16: bytes of that full cache in bfloat16.
+        bytes_kept: bytes of all arrays of the cache.
+        bytes_states: bytes of recurrent layers, included in the three above; no method changes them.
+        bytes_predicted: bytes predicted from the config before running.
+        bytes_temporary: the decode loop's temporary bytes, as compiled.
+        chunk: prompt tokens per prefill chunk; 0: the whole prompt at once.
+        reading: why this chunk.
+        bytes_peak_prefill: peak bytes of prefill as compiled, with the cache, without the weights.
+        bytes_peak_decode: peak bytes of decoding as compiled, with the cache, without the weights.
+        bytes_weights: bytes of the model.
+        weights: storage format of the weight matrices.
+        bytes_host: bytes of `bytes_kept` in host memory.
+        bytes_disk: bytes of `bytes_kept` on disk.
+        bytes_moved: bytes that a decode step moves from host or disk to the device.
+        pages_hit: offloaded pages of keys, and of values, that were on the device when a step read them.
+        pages_missed: offloaded pages that a step waited for.
+
+        prefill_s: prefill seconds, without compilation.
+        decode_s: decode seconds, without compilation.
+        compile_s: compilation seconds.
+        prefill_tokens_per_s: None below 32 tokens per row, which measure a program's first run more than its speed.
+        decode_tokens_per_s: None below 32 tokens per row.
+        kernels: what reads the tiers in a decode step: "xla", or the layers that each kernel serves.
+        prefill_kernel: what computes attention among the prompt's tokens.
+        kernels_off: why the platform's kernels do not run; "" if they do, or if there are none.
+
+        kl: mean KL(full || compressed) in nats over the generated tokens; None if not requested.
+        divergence: index of the first token that the full cache would have chosen differently; -1: none; None if not
+            requested.
+
+        passes: forward passes over the cache, plain steps included; None without drafts, as the next six.
+        drafted: draft tokens verified per row, besides the next token of each pass.
+        drafted_taken: draft tokens accepted.
+        tokens_alone: new tokens per pass, mean over rows, if rows did not wait for each other.
+        bytes_draft: bytes that the drafter held besides the cache.
+        draft_pauses: (first, last) new tokens between which nothing was drafted, because no draft would have paid.
+        draft_failed: index of the new token at which the drafter failed, and its error.
+
+        tokens_stored: prompt tokens that the store had; None without a store.
+        store_codec: codec that rounded the stored keys and values; "": exact.
     """
 
     config: str
@@ -98,15 +130,16 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than the full cache in the same floats."""
+        """Size of the full cache in the same dtype, relative to this cache."""
         return self.bytes_full / max(self.bytes_kept, 1)
 
     @property
     def ratio_bfloat16(self) -> float:
-        """How many times smaller than the full cache in bfloat16."""
+        """Size of the full cache in bfloat16, relative to this cache."""
         return self.bytes_bfloat16 / max(self.bytes_kept, 1)
 
     def to_json(self) -> str:
+        """Return all fields as a JSON object."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -116,6 +149,7 @@ class Report:
             beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"
         if self.tokens_kept:
             tokens = f"{np.mean(self.tokens_kept):.0f} kept of {seen:.0f} seen, per layer and head"
+        # Lines that every receipt has.
         lines = [
             f"cache        {self.config}",
             f"exactness    {self.exactness}",
@@ -129,6 +163,7 @@ class Report:
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
             f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",
         ]
+        # Lines that depend on the run.
         if self.chunk:
             lines.append(f"prompt       {self.reading}")
         if self.kernels_off:
@@ -165,7 +200,7 @@ class Report:
 
 
 def rate(tokens: int, rows: int, seconds: float) -> float | None:
-    """Tokens a second of all rows; None where a row has too few of them to tell.
+    """Return tokens per second over all rows, or None below ENOUGH tokens per row.
 
     >>> rate(64, 2, 0.5), rate(62, 2, 0.5)
     (128.0, None)
@@ -174,7 +209,8 @@ def rate(tokens: int, rows: int, seconds: float) -> float | None:
 
 
 def speed(rate: float | None, digits: int) -> str:
-    """
+    """Format a throughput; "-" for None.
+
     >>> speed(1234.56, 1), speed(None, 1)
     ('1,234.6', '-')
     """
@@ -182,7 +218,8 @@ def speed(rate: float | None, digits: int) -> str:
 
 
 def _times(ratio: float) -> str:
-    """
+    """Format a size ratio.
+
     >>> _times(2), _times(0.25)
     ('2.0x smaller', '4.0x larger')
     """
@@ -190,29 +227,32 @@ def _times(ratio: float) -> str:
 
 
 def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
-    """Bytes of a full cache of that float type for as many rows of `longest` tokens, and of as many generated ones."""
+    """Return the bytes of a full cache in `dtype` for the cache's rows, `longest` tokens and reserve of new tokens."""
     return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
 
 
 def full_bytes(cache: Cache) -> int:
-    """Bytes of keys and values of every token seen, in the recent window's dtype, without padding; and of states."""
+    """Return the bytes of all seen tokens' keys and values in the window's dtype, without padding, plus the states."""
     m = cache.model
     token = m.layers * m.heads * m.cached * cache.dtype.itemsize
     return int(cache.seen.sum()) * token + tree_bytes(cache.states)
 
 
 def kept_tokens(cache: Cache) -> list[list[float]]:
-    """Tokens per layer and head, mean over the rows."""
+    """Return the tokens per layer and kv head, mean over rows."""
     return np.asarray(cache.kept(), np.float32).mean(1).round(1).tolist()
 
 
 def kept_by_row(cache: Cache) -> np.ndarray:
-    """f[B]: tokens that each row holds, the mean over layers and heads; all that were seen where no block attends."""
+    """Return f[B], the tokens that each row holds, mean over layers and heads.
+
+    Without attention layers, these are all seen tokens.
+    """
     return np.asarray(cache.kept(), float).mean((0, 2)) if cache.layers else np.asarray(cache.seen, float)
 
 
 def tier_bits(cache: Cache) -> tuple[float, float]:
-    """Bits of a number of the keys, and of the values, that lie in tiers, metadata included; 0 where there is none."""
+    """Return the bits per number of keys, and of values, in tiers, metadata included; 0 without tiers."""
     tiers, m = [tier for layer in cache.layers for tier in layer.tiers], cache.model
     slots = sum(tier.pos.shape[2] * (1 if tier.head is not None else m.heads) for tier in tiers) * cache.rows
     held = [((tier.k, tier.taught[0]), (tier.v, tier.taught[1])) for tier in tiers]
@@ -222,15 +262,17 @@ def tier_bits(cache: Cache) -> tuple[float, float]:
 
 
 def moved_bytes(cache: Cache, ran: bool = False) -> int:
-    """Bytes that a decode step brings from the host, its memory or its disk: of each tier the pages it picks, or all.
+    """Return the bytes that a decode step moves from host or disk: the pages that each tier selects, or all.
 
-    ran: of what stays on the device, those that had to come, the mean of the steps of a cache that ran; else all.
+    Args:
+        ran: count only the share of page reads that missed the resident pages, measured over the steps that the cache
+            has run. Otherwise every read counts.
     """
     total = 0
     for layer, plan in zip(cache.layers, cache.plan, strict=True):
         for tier, config in zip(layer.tiers, plan.tiers, strict=True):
             units = config.select.reads(tier.pos.shape[2]) if config.select else None
-            again = tier.k if config.stateful and staying(tier)[0] is None else None  # to tell what was paid to them
+            again = tier.k if config.stateful and staying(tier)[0] is None else None  # read twice, to observe attention
             moved = sum(x.moved(units) for x in (tier.k, tier.v, again) if is_far(x))
             hits, misses = _asked([tier]) if ran else (0, 0)
             total += moved * misses // (hits + misses) if hits + misses else moved
@@ -238,34 +280,35 @@ def moved_bytes(cache: Cache, ran: bool = False) -> int:
 
 
 def pages_asked(cache: Cache) -> tuple[int, int]:
-    """Of the pages that steps have read where some of those on the host stay on the device: hits, and misses."""
+    """Return hits and misses over all page reads of tiers that keep some offloaded pages on the device."""
     return _asked([tier for layer in cache.layers for tier in layer.tiers])
 
 
 def _asked(tiers: list[Tier]) -> tuple[int, int]:
+    """Sum the hits and misses of the tiers' resident pages."""
     every = [hot for tier in tiers for hot in staying(tier) if hot is not None]
     return sum(int(x.hits.sum()) for x in every), sum(int(x.misses.sum()) for x in every)
 
 
 def kernels_of(cache: Cache) -> str:
-    """What reads the tiers in a decode step: "xla", or how many layers each kernel serves."""
+    """Return what reads the tiers in a decode step: "xla", or the number of layers per kernel."""
     count = Counter(choice.name for choice in _readers(cache))
     return next(iter(count), "xla") if len(count) < 2 else ", ".join(f"{name} {n}" for name, n in count.items())
 
 
 def prefill_kernel_of(cache: Cache) -> str:
-    """What attends a prompt's tokens to each other, and sums its columns; tiers that are there are read by xla."""
+    """Return what computes attention among a prompt's tokens and its column sums; existing tiers are read by XLA."""
     return _exact_reader(cache, prompt_kernel).name
 
 
 def kernels_off(cache: Cache) -> str:
-    """Why kernels of the platform do not run, each reason once; "" where they all do, or there are none."""
+    """Return why the platform's kernels do not run, each reason once; "" if all run, or if there are none."""
     exact = (_exact_reader(cache, of) for of in (prompt_kernel, window_kernel))
     return "; ".join(dict.fromkeys(x.why for x in (*exact, *_readers(cache)) if x.why))
 
 
 def _readers(cache: Cache) -> list[Choice]:
-    """Of each tier of each layer."""
+    """Return the kernel choice of each tier of each layer."""
     groups, dim = cache.model.groups, cache.model.head_dim
     return [
         reader_of(tier, config, dim, groups if tier.head is None else groups * cache.model.heads)
@@ -275,7 +318,7 @@ def _readers(cache: Cache) -> list[Choice]:
 
 
 def _exact_reader(cache: Cache, of: Callable[..., Choice]) -> Choice:
-    """Of a prompt's tokens, or of the recent windows, by the function that chooses it."""
+    """Return the kernel choice for a prompt's tokens or the recent windows, by the function `of` that makes it."""
     if not cache.plan:
         return Choice("xla")
     m = cache.model
@@ -283,7 +326,7 @@ def _exact_reader(cache: Cache, of: Callable[..., Choice]) -> Choice:
 
 
 def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
-    """Raise RuntimeError if a budget was asked for, was exceeded by the context, and nothing was left out."""
+    """Raise RuntimeError if the context exceeds the budget by more than the slack and nothing was evicted."""
     if not bounded or not cache.plan:
         return
     longest = int(cache.seen.max())
@@ -297,15 +340,21 @@ def check_compressed(cache: Cache, bounded: bool, config: str) -> None:
 
 @jax.jit
 def divergence(full: Array, own: Array) -> tuple[Array, Array]:
-    """KL(full || own) in nats and whether both prefer the same token, f32[B,N] and bool[B,N], of logits [B,N,V]."""
+    """Return KL(full || own) f32[B,N] in nats and argmax agreement bool[B,N], from logits [B,N,V]."""
     p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(own)
     return (jnp.exp(p) * (p - q)).sum(-1), full.argmax(-1) == own.argmax(-1)
 
 
 def fidelity(full: Array, own: Array, tokens: np.ndarray) -> tuple[float, int]:
-    """Mean KL(full || own) in nats and first divergence, from logits f32[B,N,V] at the same tokens i32[B,N].
+    """Return mean KL(full || own) in nats and the first divergence.
 
-    Tokens of -1 do not count; a divergence of -1: there is none.
+    Args:
+        full: f32[B,N,V] logits of the full cache.
+        own: f32[B,N,V] logits of the compressed cache at the same tokens.
+        tokens: i32[B,N]; -1 is not counted.
+
+    Returns:
+        Mean KL, and the index of the first disagreement over all rows, or -1.
     """
     kl, same = (np.asarray(x) for x in divergence(full, own))
     live = tokens >= 0

@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations, through a compressed cache."""
+"""Log-probabilities of given continuations through a compressed cache."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ from jkv.utils.validation import short
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A continuation's log-probability after a prompt.
+    """A continuation's log-probabilities after a prompt.
 
-    logprobs: of each of its tokens, in nats; greedy: each of them has the largest logit; seen, kept: tokens of the
-    prompt, and those that the cache held of them, a mean over layers and heads: as many if nothing was evicted.
+    Attributes:
+        tokens: token ids of the continuation.
+        logprobs: of each token, in nats.
+        greedy: whether every token has the largest logit.
+        seen: prompt tokens.
+        kept: prompt tokens that the cache held, mean over layers and heads; equals `seen` if nothing was evicted.
     """
 
     tokens: list[int]
@@ -41,7 +45,7 @@ class Scored:
 
     @property
     def logprob(self) -> float:
-        """The sum over the tokens, nats."""
+        """Sum over the tokens, in nats."""
         return sum(self.logprobs)
 
 
@@ -54,14 +58,24 @@ def score(
     *,
     chunk: int | None = None,
 ) -> Scored | list[Scored]:
-    """log p(token | prompt, tokens before it) of every token of a continuation, as the cache gives it.
+    """Compute log p(token | prompt, tokens before it) of continuations through a compressed cache.
 
-    cache: as `generate` takes it; prompt: of one row or several. continuation: a text or token ids, or a list of them:
-    one a row, or, of a single prompt, several of which each is scored after it. The prompt is read and compressed once,
-    whatever number of continuations it has; they go through the cache token by token, flushes included. A text is
-    tokenized together with the prompt's text before it, where the prompt's own tokens stay what they are. One
-    continuation gives one `Scored`, a list gives a list. Raises ValueError for a continuation that is empty, for
-    numbers of prompts and continuations that do not fit, for logits that are NaN, and as `generate` does.
+    The prompt is prefilled and compressed once for all of its continuations. These are teacher-forced token by token,
+    flushes included. Text is tokenized together with the prompt's text, provided that the prompt's own tokens do not
+    change.
+
+    Args:
+        cache: as in `generate`.
+        prompt: one row or several.
+        continuation: text or token ids, or a list: one per row, or several for a single prompt.
+        chunk: prompt tokens per prefill chunk, as in `prefill`.
+
+    Returns:
+        A `Scored` for one continuation, a list for a list.
+
+    Raises:
+        ValueError: for an empty continuation, numbers of prompts and continuations that do not match, NaN logits, and
+            as `generate` does.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -69,6 +83,7 @@ def score(
     >>> [len(x.logprobs) for x in two], two[0].seen, two[0].kept
     ([2, 1], 120, 40.0)
     """
+    # Tokenize prompts and continuations.
     model(params)
     rows, one = encode(params, prompt)
     texts, single = _listed(continuation)
@@ -78,7 +93,8 @@ def score(
         )
     n, prompts = len(rows), [prompt] if one else list(prompt)
     ids = [_ids(params, prompts[i % n], rows[i % n], x, i) for i, x in enumerate(texts)]
-    room = max(map(len, ids)) - 1  # the last one is predicted, and not read
+    room = max(map(len, ids)) - 1  # the last token is predicted, not fed
+    # Prefill the prompts; fork a single one for its continuations.
     if isinstance(cache, Cache):
         held, logits, _ = extended(params, cache, rows, room)
     else:
@@ -96,10 +112,18 @@ def score(
 def followed(
     params: Params, cache: Cache, logits: Array, ids: list[list[int]]
 ) -> tuple[list[tuple[list[float], bool]], Cache]:
-    """Of each row's tokens: their log-probabilities, and whether they are the largest logits; and the cache after all
-    but the last place, whose tokens are predicted, and not read.
+    """Teacher-force tokens through a cache.
 
-    Raises ValueError for one that is NaN.
+    Args:
+        logits: f32[B,V], of each row's first token.
+        ids: tokens of each row.
+
+    Returns:
+        Per row, the tokens' log-probabilities and whether all of them have the largest logit; and the cache after all
+        tokens but those at the last index, which are predicted only.
+
+    Raises:
+        ValueError: if a log-probability is NaN.
     """
     longest = max(map(len, ids))
     forced = np.asarray([row + [0] * (longest - len(row)) for row in ids])
@@ -116,13 +140,13 @@ def followed(
 
 
 def _to_the_last(run: Follow) -> Iterator[Array]:
-    """The logits of all that is read, and of what comes next."""
+    """Yield the logits of every fed token, then those of the next one."""
     yield from run
     yield run.logits[:, None]
 
 
 def _listed(continuation: Any) -> tuple[list[Any], bool]:
-    """The continuations, and whether it is a single one."""
+    """Return the continuations as a list, and whether the caller gave a single one."""
     if isinstance(continuation, np.ndarray | jax.Array):
         continuation = np.asarray(continuation).tolist()
     if isinstance(continuation, str):
@@ -135,7 +159,11 @@ def _listed(continuation: Any) -> tuple[list[Any], bool]:
 
 
 def _ids(params: Params, prompt: Any, row: list[int], continuation: Any, i: int) -> list[int]:
-    """Token ids of a continuation; of a text as they are behind the prompt's, if its tokens do not change by that."""
+    """Return the token ids of a continuation.
+
+    Text is tokenized together with a text prompt if that keeps the prompt's tokens, otherwise as text that follows
+    another.
+    """
     name = f"continuation {i}"
     if isinstance(continuation, Mapping):
         raise ValueError(f"{name} is one message: give text or token ids")

@@ -1,4 +1,4 @@
-"""One token at a time: `step` takes the given cache's memory, `branch` leaves it as it was; and `forks` of a cache."""
+"""Single decode steps: `step` donates the given cache, `branch` keeps it, `forks` copies rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,20 @@ from jkv.prompts.capacity import check_beside, check_there, with_room
 
 @narrow
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next.
+    """Decode one token per row in place, and return the cache and the next-token logits.
 
-    Those of a row that pauses are NaN: the call that gave it its last token had them. The given cache's memory is used
-    for the new one, so that no tier is copied; `branch` keeps the given one. Raises ValueError for a cache that has
-    been given away, and where the cache or the model's context has no room for the token: of that nothing is said
-    inside of a program of your own, and outside of one each step waits for the last.
+    The given cache is donated, so that no tier is copied; use `branch` to keep it. Outside of jit each step waits for
+    the last one, because capacity is checked on the host. Inside of your own jitted program capacity is not checked.
+
+    Args:
+        token: i32[B]; -1 pauses a row.
+
+    Returns:
+        The cache, and the next-token logits f32[B,V]. A paused row's logits are NaN: use those of its last token.
+
+    Raises:
+        ValueError: for a cache that was donated before, and if the cache or the model's context has no capacity for the
+            token.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -37,14 +45,14 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     ([4], (1, 100))
     """
     params, cache, token = ready(params, cache, token)
-    shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill})  # by other caches
+    shared = jax.tree.map(jnp.copy, {"counts": cache.counts, "fill": cache.fill})  # other caches may share these arrays
     bare, logits = _run(decode_loop.step_own, params, cache.plan, replace(cache.bare, **shared), token)
     return cache.dressed(bare), logits
 
 
 @narrow
 def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """`step` of a copy: the given cache stays as it was, so that other tokens can be tried after it.
+    """Decode one token per row on a copy; the given cache stays valid, so that other tokens can be tried after it.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -58,7 +66,7 @@ def branch(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
 
 @flow(arguments=(ANY, None), results=(ANY, None), static_argnames=("n",))
 def forks(cache: Cache, logits: Array, n: int = 1, run: Run = call) -> tuple[Cache, Array]:
-    """`Cache.fork` and the logits f32[B n,V] of its rows, of logits f32[B,V]; layer by layer."""
+    """Copy every row of a cache and of its logits f32[B,V] n times, in adjacent rows; layer by layer."""
     index = jnp.asarray(np.repeat(np.arange(cache.rows), n), jnp.int32)
     layers = tuple(run(decode_loop.picked, x, index) for x in cache.layers)
     states = tuple(run(decode_loop.picked, x, index) for x in cache.states)
@@ -67,7 +75,7 @@ def forks(cache: Cache, logits: Array, n: int = 1, run: Run = call) -> tuple[Cac
 
 
 def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache, Array]:
-    """The model, the cache and the tokens i32[B] that a step takes; ValueError where there is no room for them."""
+    """Validate a step's arguments, and return model, cache and tokens i32[B] for it; ValueError without capacity."""
     check_there(cache)
     if not jnp.issubdtype(token.dtype, jnp.integer):
         raise ValueError(f"tokens are {token.dtype}: a step takes whole numbers i32[B], -1 for a row that pauses")
@@ -80,7 +88,10 @@ def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache, Ar
 
 
 def _run(function: Any, params: Params, *args: Any) -> tuple[Cache, Array]:
-    """Where kernels run, with the layouts that they like, or each call would turn every tier there and back."""
+    """Run a step with the kernels' preferred layouts if it is on one device and kernels run.
+
+    Otherwise every call would transpose all tiers back and forth.
+    """
     first = jax.tree.leaves(args)[-2]
     alone = not isinstance(first, Tracer) and len(first.sharding.device_set) == 1
     if kernels.native() == "xla" or not alone:

@@ -1,4 +1,4 @@
-"""Stop strings, and the check that ends a row: by a stop string, a stop token or its length."""
+"""Stop strings, and the check that ends a row by stop string, stop token or length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StopChecker:
-    """Decide, token by token, whether a row has ended, and give its text as it comes.
+    """Decide, token by token, whether a row has ended, and emit its text as it becomes final.
 
-    The token that completes a stop string is the row's last: nothing behind it counts, however many tokens come at a
-    time (a draft's, a block's). The stop string itself is no part of the text.
+    The token that completes a stop string is the row's last. Later tokens of the same block or draft do not count. The
+    stop string itself is not part of the text.
 
     Attributes:
         count: tokens so far.
@@ -32,13 +32,13 @@ class StopChecker:
         stop_ids: Collection[int] = (),
         max_new_tokens: int | None = None,
     ) -> None:
-        """Begin a row.
+        """Start a row.
 
         Args:
-            tokenizer: None gives no text, and finds no stop string.
+            tokenizer: None: no text is emitted and no stop string found.
             stop: stop strings.
-            stop_ids: tokens that end a row; they count as its last.
-            max_new_tokens: the row's length, None: whoever decodes ends it.
+            stop_ids: stop tokens; a row ends with the stop token.
+            max_new_tokens: the row's length; None: the decode loop ends it.
         """
         self.count = 0
         self.finish_reason: str | None = None
@@ -46,7 +46,7 @@ class StopChecker:
         self._stop, self._stop_ids, self._limit, self._held = stop, stop_ids, max_new_tokens, ""
 
     def take(self, tokens: Sequence[int]) -> str:
-        """Take the next tokens. Returns the new text, as far as no stop string can still change it."""
+        """Add tokens, and return the new text that no stop string can still change."""
         for token in tokens:
             if self.finish_reason is not None:
                 break
@@ -61,12 +61,12 @@ class StopChecker:
         return piece
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """Take what is new of all tokens so far. Returns those that count."""
+        """Add the new ones of all tokens so far, and return those up to the row's end."""
         self.take(tokens[self.count :])
         return tokens[: self.count]
 
     def finish(self) -> str:
-        """Return the rest of the text, after the last token: half a character may complete a stop string."""
+        """Flush: return the rest of the text, because the decoder may hold bytes that complete a stop string."""
         self._held += "" if self._stream is None else self._stream.finish()
         if self._complete:
             self.finish_reason = "stop"
@@ -74,11 +74,12 @@ class StopChecker:
 
     @property
     def _complete(self) -> bool:
+        """Whether the held text contains a stop string."""
         return any(s in self._held for s in self._stop)
 
 
 def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
-    """Split a text into what could still become a stop string, or comes after one, and what can be printed."""
+    """Split a text into the part that is or may become a stop string, with what follows it, and the final part."""
     keep = max((n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
     if any(s in text for s in stop):
         return text, ""
@@ -86,7 +87,9 @@ def hold(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:
-    """Return the text before the stop string that is complete first, in however large pieces the text comes.
+    """Return the text before the stop string that is complete first.
+
+    Streaming in pieces of any size gives the same text.
 
     >>> cut("0123456789", ("567", "34567", "9"))
     '012'

@@ -1,4 +1,4 @@
-"""Teacher forcing: a text goes through a cache token by token."""
+"""Teacher forcing: given tokens go through a cache step by step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from jkv.core.sampling import make as sampling
 from jkv.core.sharding import over
 from jkv.models import Params
 
-SLICE = 64  # tokens whose logits exist at once
+SLICE = 64  # tokens per slice, which bounds the memory of their logits
 
 
 @dataclass
 class Follow:
-    """Teacher forcing: every token i32[B,N] goes through the cache, its flushes included.
+    """Teacher forcing of tokens i32[B,N] through a cache, flushes included.
 
-    Iterating gives f32[B,n,V], the logits that each of the next n tokens was predicted with. Afterwards `cache` is
-    the cache after all of them, and `ms` the milliseconds of each step by slice.
+    Iterate to get f32[B,n,V], the logits that predicted each of the next n tokens.
+
+    Attributes:
+        cache: the cache before the tokens; after the iteration, the cache after them.
+        logits: f32[B,V] of the next token.
+        tokens: i32[B,N].
+        ms: milliseconds per step, one entry per slice.
     """
 
     params: Params
@@ -36,7 +41,7 @@ class Follow:
     def __iter__(self) -> Iterator[Array]:
         self.ms: list[float] = []
         params, b = replace(self.params, config=self.cache.model), self.tokens.shape[0]
-        cache = jax.tree.map(jnp.copy, self.cache)  # the loop consumes what it is given
+        cache = jax.tree.map(jnp.copy, self.cache)  # the decode loop donates its cache
         settings = sampling(b, params.config.vocab, seeds=(0,) * b, stop_ids=())
         for start in range(0, self.tokens.shape[1], SLICE):
             part = self.tokens[:, start : start + SLICE].astype(np.int32)
@@ -54,5 +59,5 @@ class Follow:
 
 @jax.jit
 def surprise(logits: Array, tokens: Array) -> Array:
-    """Negative log-likelihood in nats, f32[B,n], of tokens i32[B,n] under logits f32[B,n,V]."""
+    """Return the negative log-likelihood f32[B,n] in nats of tokens i32[B,n] under logits f32[B,n,V]."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]

@@ -1,6 +1,6 @@
-"""Passages that were read apart, in prompts that hold them at any place: their keys are turned, some tokens read again.
+"""Position-independent reuse of cached text chunks ("passages"): rotate their keys, recompute some tokens.
 
-Reuse is approximate but for a prompt's beginning: a passage was read without what stands before it here.
+Reuse is approximate except for a prefix, because a passage was prefilled without the tokens before it in this prompt.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ from jkv.prompts.allocation import empty
 from jkv.prompts.prefill import Prompts
 from jkv.prompts.tokenization import encode_row
 
-LEAST = 16  # tokens in a row that a passage and a prompt have alike, before they count
+LEAST = 16  # minimum length of a match between a passage and a prompt, in tokens
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Token ids, and those in front of them when they are read, which no prompt takes."""
+    """A reusable text chunk.
+
+    Attributes:
+        ids: its tokens.
+        lead: tokens before it when it is prefilled alone; no prompt reuses them.
+    """
 
     ids: tuple[int, ...]
     lead: tuple[int, ...]
@@ -47,7 +52,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class Found:
-    """Tokens of a prompt from `place` on, which are those of a passage from `start` on."""
+    """A match of a prompt with a passage.
+
+    Attributes:
+        place: first matching token of the prompt.
+        passage: number of the passage.
+        start: first matching token of the passage.
+        length: matching tokens.
+    """
 
     place: int
     passage: int
@@ -56,13 +68,19 @@ class Found:
 
     @property
     def here(self) -> slice:
+        """The matching tokens of the prompt."""
         return slice(self.place, self.place + self.length)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What is held of such tokens: their keys and values, the position of the first when it was read, and bool[length]
-    which of them are read again."""
+    """The cached keys and values of a match.
+
+    Attributes:
+        record: keys and values.
+        first: position of the first token when it was computed.
+        again: bool[length], tokens to be recomputed.
+    """
 
     record: Record
     first: int
@@ -70,13 +88,23 @@ class Held:
 
 
 class Passages:
-    """Texts that prompts hold at any place and in any order; each is read once, and not again with every prompt.
+    """Text chunks whose cached keys and values are reused at any position and in any order of a prompt.
 
-    renew: which of their tokens are read again: "cacheblend(ratio=0.16)", "kvshare", "cachecraft", "relaycaching" or
-    "pie". A prompt is compared token by token: text of a prompt may have other tokens at a passage's ends, and these
-    are read. Give it as `store=` to `generate`, `stream` and `prefill`. Prompts are read whole, passages or not, on a
-    mesh, in chunks, and for caches that score with queries of the whole prompt or note something of each token.
-    Keys and values of passages stay in memory as they are, as many bytes a token as the full cache has.
+    Pass it as `store=` to `generate`, `stream` and `prefill`. Each passage is prefilled once. Prompts are matched token
+    by token: at a passage's ends a prompt may be tokenized differently, and those tokens are prefilled.
+
+    Passages are not used, and prompts are prefilled as usual, on a mesh, in chunks, and for caches that score with
+    queries of the whole prompt or store columns per token. Keys and values of passages stay in memory uncompressed,
+    with as many bytes per token as in the full cache.
+
+    Args:
+        renew: which cached tokens are recomputed: "cacheblend(ratio=0.16)", "kvshare", "cachecraft", "relaycaching" or
+            "pie".
+
+    Attributes:
+        passages: the passages so far.
+        reused: prompt tokens that were not recomputed in all layers.
+        read: prompt tokens computed, each weighted by the share of layers that computed it.
 
     >>> from jkv import models
     >>> passages = Passages(renew="pie")
@@ -90,16 +118,21 @@ class Passages:
     def __init__(self, renew: str = "cacheblend") -> None:
         self.renew = renewal(renew)
         self.passages: list[Passage] = []
-        self.reused = 0  # tokens of prompts that were not read again in all layers
-        self.read = 0.0  # tokens of prompts that were read, each as the share of the layers that read it
+        self.reused = 0
+        self.read = 0.0
         self._at: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._variants: dict[tuple[str, int], list[Variant]] = {}
 
     def add(self, params: Params, text: Any, lead: Any = None) -> None:
-        """A passage, text or token ids, which is read behind `lead`, token ids; None: the token that begins texts.
+        """Add a passage. It is prefilled when a prompt first matches it.
 
-        What `cachecraft` reads stands in a prompt, and no lead before it. Raises ValueError for one that is too short
-        to be found, or longer than the model's context.
+        Args:
+            text: text or token ids.
+            lead: token ids before the passage when it is prefilled alone; None: the BOS token, if the tokenizer adds
+                one. `cachecraft` prefills passages within prompts and ignores it.
+
+        Raises:
+            ValueError: for fewer than 16 tokens, or more than the model's context with the lead.
         """
         if isinstance(text, str) and params.tokenizer is not None:
             text = params.tokenizer.within(text)
@@ -116,11 +149,17 @@ class Passages:
 
     @narrow
     def said(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
-        """What a run said, as it is in the run's cache: `said(params, out.tokens, out.cache)` of `generate`.
+        """Add generated tokens as a passage, from the cache of their run: `said(params, out.tokens, out.cache)`.
 
-        One row, whose last tokens these are, all that were generated among them. Raises ValueError for a cache that has
-        not every token as it was, or one of another model, and for `cachecraft`, which weighs what it has read itself.
+        Args:
+            tokens: the newest tokens of the cache's row, including all generated ones.
+            cache: the run's cache, with one row.
+
+        Raises:
+            ValueError: if the cache does not keep every token exactly or belongs to another model, if the tokens do not
+                match it, and for `cachecraft`, which needs attention statistics of its own prefill.
         """
+        # Check that the cache belongs to the model and keeps all tokens exactly.
         ids = encode_row(params, list(tokens), "what was said")
         if self.renew.alpha is not None:
             raise ValueError("cachecraft weighs what it has read itself: give Passages(renew='relaycaching')")
@@ -139,6 +178,7 @@ class Passages:
                 f"{len(ids)} tokens were said, and the cache has generated {behind} more: give them too, or, where "
                 f"they came behind a stop text, the cache of cache.rollback({behind})"
             )
+        # Copy keys and values of the tokens from the recent windows and tiers.
         layers = jax.device_get(
             [(x.k[0, :, stop - len(ids) : stop], x.v[0, :, stop - len(ids) : stop]) for x in stored(cache)]
         )
@@ -149,6 +189,7 @@ class Passages:
         self._variants[root(params, None, ""), number] = [Variant(record, stop - len(ids))]
 
     def _add(self, passage: Passage) -> int:
+        """Index a passage by all of its runs of LEAST tokens, and return its number."""
         ids, number = passage.ids, len(self.passages)
         if len(ids) < LEAST:
             raise ValueError(f"a passage of {len(ids)} tokens: give {LEAST} or more")
@@ -158,7 +199,7 @@ class Passages:
         return number
 
     def match(self, ids: Sequence[int]) -> list[Found]:
-        """Stretches of token ids that passages have, from the first on, each as long as there is one."""
+        """Match token ids with passages from left to right, taking the longest match at each position."""
         out, at, ids = [], 0, tuple(ids)
         while at + LEAST <= len(ids):
             there = self._at.get(ids[at : at + LEAST])
@@ -171,7 +212,7 @@ class Passages:
         return out
 
     def _length(self, ids: tuple[int, ...], at: int, passage: int, start: int) -> int:
-        """Tokens from `at` on which are those of a passage."""
+        """Return the length of the match of `ids` from `at` with a passage from `start`."""
         n = 0
         for x, y in zip(ids[at:], self.passages[passage].ids[start:], strict=False):
             if x != y:
@@ -182,13 +223,19 @@ class Passages:
     def held(
         self, root: str, params: Params, config: CacheConfig, found: Found, before: Sequence[int], cost: Cost
     ) -> Held | None:
-        """What is of use of a stretch behind the passages `before`; None: it is to be read whole, as a variant is.
+        """Return the cached keys and values of a match; None: prefill it whole, as a new variant.
 
-        A passage that is read by itself is read when it is first asked for.
+        Without variants (`renew.alpha` None), a passage is prefilled alone at its first match.
+
+        Args:
+            root: key of everything that records depend on, besides the tokens.
+            found: the match.
+            before: numbers of the passages before it in the prompt.
         """
         some, alpha = self._variants.setdefault((root, found.passage), []), self.renew.alpha
         if alpha is None and not some:
             some.append(self._alone(params, config, self.passages[found.passage], cost))
+        # The variant with the smallest share of tokens to recompute here.
         share, best = min(
             ((0.0 if alpha is None else x.share(before, alpha), x) for x in some), key=lambda x: x[0], default=(1, None)
         )
@@ -200,6 +247,7 @@ class Passages:
         return Held(record, best.first + found.start, best.again(share)[here])
 
     def _alone(self, params: Params, config: CacheConfig, passage: Passage, cost: Cost) -> Variant:
+        """Prefill a passage alone, after its lead."""
         ids = [*passage.lead, *passage.ids]
         n = doubling(len(ids))
         blank = empty(config.uncompressed(n), params.config, 1, n, 0, params.embed.dtype)
@@ -207,13 +255,18 @@ class Passages:
         return Variant(Records(cache, len(ids))(len(passage.lead), len(ids)), len(passage.lead))
 
     def whole(self, found: Found) -> bool:
-        """Whether these tokens are all of a passage."""
+        """Whether a match covers a whole passage."""
         return found.length == len(self.passages[found.passage].ids)
 
     def learn(self, root: str, found: Sequence[Found], i: int, record: Record, paid: Sequence[np.ndarray]) -> None:
-        """The i-th stretch as it was just read, a passage as a whole: a variant more, for one of the least use.
+        """Store a passage that was just prefilled within a prompt as a variant; it replaces the least useful if full.
 
-        paid f32[T,parts] by layer: what its tokens paid to each stretch.
+        Args:
+            root: key of everything that records depend on, besides the tokens.
+            found: all matches of the prompt.
+            i: index of the match, which covers a whole passage.
+            record: its keys and values.
+            paid: per layer f32[T,parts], attention of its tokens to each match.
         """
         x, sizes = found[i], np.array([y.length for y in found[: i + 1]], float)
         sums = np.stack([y[:, : i + 1].sum(0, dtype=float) for y in paid])
@@ -226,13 +279,13 @@ class Passages:
             ratio=float(each[:i].sum() / max(each[i], 1e-30)),
             owed=np.sum([y[:, :i].sum(1) for y in paid], axis=0),
         )
-        variant.used(1.0)  # all of it was read
+        variant.used(1.0)  # all of it was computed
         kept = sorted(self._variants.setdefault((root, x.passage), []), key=lambda x: -x.worth)
-        self._variants[root, x.passage] = [variant, *kept[: self.renew.variants - 1]]  # of equal use, the newer ones
+        self._variants[root, x.passage] = [variant, *kept[: self.renew.variants - 1]]  # ties keep the newer
 
 
 class Joins(Begins):
-    """What passages have of the prompts of one cache."""
+    """Cached passages as the source of cached tokens for one cache."""
 
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
@@ -247,6 +300,8 @@ class Joins(Begins):
             raise ValueError(f"until={until}: the model has {params.config.layers} layers; give one of them, or None")
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
+        """Assemble a prompt from passages: load their keys and values, compute the other and some cached tokens."""
+        # Match the prompt with passages, and look up their keys and values.
         n, passages, again = self.whole(len(ids)), self.passages, self.passages.renew.again
         ids, rest = [int(x) for x in ids[:n]], len(ids) - n
         found = passages.match(ids)
@@ -256,6 +311,7 @@ class Joins(Begins):
             for x, before in zip(found, behind, strict=True)
         ]
         born = [i for i, x in enumerate(found) if held[i] is None and passages.whole(x)]
+        # Original positions of the cached tokens, and which tokens every layer computes.
         old, new = np.arange(n), np.ones(n, bool)
         pieces: list[Piece] = []
         for x, y in zip(found, held, strict=True):
@@ -268,6 +324,7 @@ class Joins(Begins):
             passages.read += n + rest
             cache = loaded(params, self.config, capacity, 0, [])
             return cost.run(prefill_own, params, cache, pad([ids], capacity), fresh=True)[0] if n else cache, n, 0
+        # Static sizes for the compiled program: rows per layer, and the match that each token belongs to.
         most = int(again.share * (n - fresh))
         rows = min(doubling(max(fresh + most, 1)), capacity), min(doubling(max(fresh, 1)), capacity)
         part = np.full(n, len(found))
@@ -285,12 +342,12 @@ class Joins(Begins):
         return cache, n, n - fresh
 
     def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
-        """Nothing: `Passages.said` is told by whoever wants an answer to be a passage."""
+        """Do nothing: answers become passages by `Passages.said` only."""
 
     def _learn(
         self, cache: Cache, n: int, found: Sequence[Found], born: Sequence[int], pos: Array, paid: Sequence[Array]
     ) -> None:
-        """The passages that were read whole just now, as variants."""
+        """Store the passages that were just prefilled whole as variants."""
         records, at, owed = Records(cache, n), np.asarray(pos)[0], [x[0] for x in jax.device_get(paid)]
         for i in born:
             x = found[i]
@@ -298,14 +355,15 @@ class Joins(Begins):
             self.passages.learn(self.root, found, i, records(x.place, x.place + x.length), [y[rows] for y in owed])
 
 
+# The source of cached tokens for each type that `store=` accepts.
 BEGINS: dict[type, Any] = {Store: Beginnings, Passages: Joins}
 
 
 def begins(store: Store | Passages, params: Params, config: CacheConfig) -> Begins:
-    """What has been read of prompts for a cache."""
+    """Return the source of cached tokens for a cache."""
     return BEGINS[type(store)](store, params, config)
 
 
 def kind(store: Store | Passages | None) -> Any:
-    """What makes the prompts of `prefilled`."""
+    """Return the constructor of a prefill's prompts."""
     return Prompts if store is None else partial(BegunPrompts, begins=partial(begins, store))

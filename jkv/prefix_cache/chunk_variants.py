@@ -1,4 +1,4 @@
-"""A passage as it was read in a prompt: what its tokens owe to what stood before it there (Cache-Craft, 2502.15734)."""
+"""Variants of a cached passage, with its attention to the passages before it (Cache-Craft, 2502.15734)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from jkv.prefix_cache.store_codec import Record
 
 @dataclass(eq=False)
 class Variant:
-    """Keys and values of a passage whose first token stood at position `first`.
+    """Keys and values of a passage as computed within one prompt.
 
-    before: the passages that stood in front of it, inter f[n]: its attention to each of them, a mean over layers;
-    ratio: of its attention to theirs a pair of tokens and to its own; owed f[T]: each token's attention to all of them,
-    or None: it was read by itself. worth: of its uses, each as many as it is cheap.
+    Attributes:
+        record: keys and values.
+        first: position of its first token.
+        before: numbers of the passages before it.
+        inter: f[n], its attention to each of these, mean over layers.
+        ratio: its attention per token pair to earlier passages, relative to that within itself.
+        owed: f[T], each token's attention to all earlier passages; None: prefilled alone.
+        worth: accumulated usefulness; each use adds the inverse of its recomputed share.
     """
 
     record: Record
@@ -30,15 +35,15 @@ class Variant:
     worth: float = 0.0
 
     def share(self, now: Sequence[int], alpha: float) -> float:
-        """The share of its tokens that are to be read again where the passages `now` stand before it.
+        """Return the share of tokens to recompute after the passages `now`.
 
-        CFO = clip(alpha CCI (1 - beta'), 0, 1), CCI = 1 / (1 + exp(-ratio)), which is 0.5 or more.
+        CFO = clip(alpha CCI (1 - beta'), 0, 1), CCI = 1 / (1 + exp(-ratio)), which is at least 0.5.
         """
         cci = 1 / (1 + exp(-self.ratio))
         return min(max(alpha * cci * (1 - found(self.before, self.inter, now)), 0.0), 1.0)
 
     def again(self, share: float) -> np.ndarray:
-        """bool[T]: that share of its tokens, rounded up, those that owe most."""
+        """Return bool[T], the share (rounded up) of tokens with the most attention to earlier passages."""
         n = self.record["k"].shape[2]
         out = np.zeros(n, bool)
         if self.owed is not None:
@@ -46,14 +51,15 @@ class Variant:
         return out
 
     def used(self, share: float) -> None:
+        """Count a use with this share of recomputed tokens."""
         self.worth += 1 / max(share, 1 / self.record["k"].shape[2])
 
 
 def found(before: Sequence[int], inter: Sequence[float] | np.ndarray, now: Sequence[int]) -> float:
-    """beta' = beta (1 - gamma): how much of what a passage read in front of it stands there `now`, in its order.
+    """Return beta' = beta (1 - gamma), how much of a passage's earlier context is present `now`, in the same order.
 
-    beta: the share of its attention `inter` to passages that are there again; gamma: the share of pairs of those that
-    stand in the other order. 1 if it owed nothing.
+    beta: the share of its attention `inter` that went to passages present again. gamma: the share of pairs of these
+    that are in the opposite order. 1 if it did not attend to earlier passages.
 
     >>> found((1, 2, 3), (1.0, 1.0, 2.0), (1, 3)), found((1, 2, 3), (1.0, 1.0, 1.0), (3, 2, 1)), found((), (), (4,))
     (0.75, 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Prompts of which a part has been read before: its keys and values are put into a cache, and the rest is read.
+"""Prefix caching: load cached keys and values, prefill only the remaining tokens.
 
-Records hold keys and values as attention reads them, before anything is compressed, so the prompt ends in the same
-flush as one that was read whole, whatever the cache.
+Records hold keys and values as attention reads them, before compression. So the prompt ends in the same flush as
+one that was prefilled whole, for every cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ from jkv.prompts.allocation import empty, shaped
 from jkv.prompts.prefill import Prompts
 from jkv.protocols import needs_of
 
-FORMAT = "1"  # another one where the keys and values of a prompt become other numbers
+FORMAT = "1"  # to be changed when the same prompt yields different keys and values
 
 
 def root(params: Params, noted: CacheConfig | None, salt: str) -> str:
-    """What everything stored of a model depends on beside the tokens; noted: a config whose score notes something of
-    each token. Caches of all others share records."""
+    """Return the key of everything that stored records depend on, besides the tokens.
+
+    Args:
+        noted: a config whose score stores columns per token. Caches of all other configs share records.
+        salt: as in `Store`.
+    """
     about = [] if noted is None else [repr(noted), weights(noted.score)]
     said = [FORMAT, fingerprint(params), str(params.prefill_dtype), salt, *about]
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def doubling(n: int) -> int:
-    """The least 64 * 2^i that is n or more.
+    """Return the smallest 64 * 2^i that is at least n.
 
     >>> [doubling(n) for n in (1, 64, 65, 2000)]
     [64, 64, 128, 2048]
@@ -53,16 +57,19 @@ def doubling(n: int) -> int:
 
 
 def tail(n: int) -> int:
-    """The padded length for the n tokens that are read after a beginning: in whole blocks."""
+    """Return the padded length of the n tokens that are prefilled after a prefix: whole blocks."""
     return -(-n // BLOCK) * BLOCK
 
 
 class Begins(ABC):
-    """What has been read of prompts for one cache.
+    """A source of cached keys and values for the prompts of one cache.
 
-    refusal: why that is of no use for this cache, or "": what is known of a token before anything is compressed must
-    depend on the tokens up to it alone; root: names all that its records depend on beside the tokens; least: of a
-    prompt's last tokens, which are read in any case; notes: whether a score notes something of each token.
+    Attributes:
+        config: the cache's config.
+        refusal: why this config cannot reuse cached tokens ("" if it can). An entry may depend only on earlier tokens.
+        notes: whether a score stores columns per token.
+        root: key of everything that records depend on, besides the tokens.
+        least: number of last prompt tokens that are always prefilled, for the logits and the score's queries.
     """
 
     def __init__(self, params: Params, config: CacheConfig, salt: str = "") -> None:
@@ -72,30 +79,35 @@ class Begins(ABC):
         self.refusal = refusal(config, shapes)
         self.notes = any(x.columns for x in plan)
         self.root = "" if self.refusal else root(params, config if self.notes else None, salt)
-        self.least = max((1, *(x.needs.queries for x in plan)))  # these are read: for logits, and for the score
+        self.least = max((1, *(x.needs.queries for x in plan)))  # prefilled for the logits and the score
 
     def whole(self, n: int) -> int:
-        """How many first ones of n tokens may have been read before."""
+        """Return how many first tokens of n may come from the cache."""
         return max(n - self.least, 0)
 
     def capacity(self, n: int) -> int:
-        """Tokens of a cache that holds what has been read of prompts of at most n tokens."""
+        """Return the capacity of a cache that holds the cached part of prompts of at most n tokens."""
         return doubling(max(self.whole(n), 1))
 
     @abstractmethod
     def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
-        """Keep all tokens that a row has read and said, for prompts that begin so, if its cache has them as made."""
+        """Store the tokens of a finished row, prompt and answer, for later prompts, if its cache keeps them exactly."""
 
     @abstractmethod
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
-        """The first n tokens of a prompt in an uncompressed cache of one row, n, and how many of them were not read.
+        """Load the reusable part of a prompt, and prefill the gaps in it.
 
-        capacity: tokens that the cache has room for.
+        Args:
+            capacity: capacity of the returned cache, in tokens.
+
+        Returns:
+            An uncompressed cache of one row with the first n tokens of the prompt, n, and the number of these that
+            were not prefilled.
         """
 
 
 def refusal(config: CacheConfig, shapes: Cache) -> str:
-    """Why nothing that was read before is of use for a cache of these shapes, or ""."""
+    """Return why this config cannot reuse cached tokens ("" if it can), given the shapes of its cache."""
     prefill, needs = config.prefill, needs_of(config.score, config.merge, config.select)
     if shapes.model.mixers is not None:
         return "blocks that recur have no state for a beginning"
@@ -107,7 +119,7 @@ def refusal(config: CacheConfig, shapes: Cache) -> str:
 
 
 def rewrites(shapes: Cache) -> bool:
-    """Whether queries that come later change what a score notes of a token."""
+    """Whether later queries change the columns that a score stores for a token."""
     changes = []
 
     def look(cache: Cache) -> None:
@@ -122,13 +134,13 @@ def rewrites(shapes: Cache) -> bool:
     return any(changes)
 
 
-Piece = tuple[int, Record]  # the place of a record's first token, and the record: k, v [L,H,n,D], columns [H,n]
+Piece = tuple[int, Record]  # position of a record's first token, and the record: k, v [L,H,n,D], columns [H,n]
 
 
 def loaded(params: Params, config: CacheConfig, capacity: int, n: int, pieces: Sequence[Piece]) -> Cache:
-    """An uncompressed cache of one row of n tokens, of which it holds those of records, at their places.
+    """Return an uncompressed cache of one row of n tokens, with the records at their positions.
 
-    They end where what stays in a window ends; of tokens that are not held it has dead entries.
+    Tokens end where the staying entries of a recent window end. Tokens without a record are dead entries.
     """
     shapes = shaped(config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
     start, pos = shapes.stay - n, np.full((1, shapes.room), -1, np.int32)
@@ -151,6 +163,7 @@ def loaded(params: Params, config: CacheConfig, capacity: int, n: int, pieces: S
     def nothing(like: Any) -> Any:
         return jax.tree.map(lambda x: np.full(x.shape, -1 if x.dtype == jnp.int32 else 0, x.dtype), like)
 
+    # Fill every layer's window; all other arrays are empty.
     layers = tuple(
         replace(nothing(replace(x, recent=None)), recent=window(i, x.recent)) for i, x in enumerate(shapes.layers)
     )
@@ -161,17 +174,19 @@ def loaded(params: Params, config: CacheConfig, capacity: int, n: int, pieces: S
 
 
 def _column(layer: int, name: str) -> str:
+    """Return the name of a score column in a record."""
     return f"{layer}.{name}"
 
 
 class Records:
-    """Records of stretches of an uncompressed cache of one row with n tokens."""
+    """Extracts records from an uncompressed cache of one row with n tokens."""
 
     def __init__(self, cache: Cache, n: int) -> None:
         self.windows = jax.device_get([x.recent for x in cache.layers])
         self.start = cache.stay - n
 
     def __call__(self, start: int, stop: int) -> Record:
+        """Return the record of the tokens from `start` to `stop`."""
         here = slice(self.start + start, self.start + stop)
         out = {side: np.stack([getattr(w, side)[0, :, here] for w in self.windows]) for side in ("k", "v")}
         for layer, w in enumerate(self.windows):
@@ -180,7 +195,7 @@ class Records:
 
 
 def together(caches: Sequence[Cache]) -> Cache:
-    """Caches of one row each as the rows of one."""
+    """Stack caches of one row each into one cache."""
     if len(caches) == 1:
         return caches[0]
     rows = [(x.layers, x.counts) for x in caches]
@@ -190,17 +205,21 @@ def together(caches: Sequence[Cache]) -> Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class BegunPrompts(Prompts):
-    """Prompts of which a part has been read before, where that is of use: whole, on one device.
+    """Prompts whose cached part is loaded.
 
-    begins: what has been read, for a cache; None: nothing.
+    Applies if the config can reuse cached tokens and the prompts are prefilled whole, on one device.
+
+    Attributes:
+        begins: makes the source of cached tokens for a cache; None: none.
     """
 
     begins: Callable[[Params, CacheConfig], Begins] | None
 
     def draft(self, params: Params, config: CacheConfig) -> Prompts:
-        return replace(super().draft(params, config), begins=None)  # what has been read is the model's own
+        return replace(super().draft(params, config), begins=None)  # cached keys and values are the main model's
 
     def prefill(self) -> tuple[Cache, Array]:
+        """Prefill the prompts after their cached part, and return cache and next-token logits."""
         if (begins := self.useful) is None:
             return super().prefill()
         cache = self.made(partial(self.blank, empty))
@@ -209,18 +228,19 @@ class BegunPrompts(Prompts):
         return self.after(begins, cache)
 
     def dense(self) -> tuple[Cache, Array]:
+        """Prefill into an uncompressed cache, and return it with the next-token logits."""
         return super().dense() if (begins := self.useful) is None else self.after(begins, self.uncompressed())
 
     @property
     def useful(self) -> Begins | None:
-        """What has been read, where that is of use."""
+        """The source of cached tokens, or None if it cannot be used."""
         if self.begins is None or not self.whole or self.cost.over is not None:
             return None
         begins = self.begins(self.params, self.config)
         return None if begins.refusal else begins
 
     def after(self, begins: Begins, cache: Cache) -> tuple[Cache, Array]:
-        """The empty cache after the prompts, and the logits of what comes next."""
+        """Fill an empty cache from cached tokens and the prefilled rest, and return it with the next-token logits."""
         params, capacity = self.reaching, begins.capacity(self.longest)
         begun = [begins.read(params, row, self.cost, capacity) for row in self.rows]
         rest = [row[n:] for row, (_, n, _) in zip(self.rows, begun, strict=True)]

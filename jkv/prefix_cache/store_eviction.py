@@ -1,4 +1,4 @@
-"""Which records of a store go first: what was used longest ago, or what is least likely to be asked for again."""
+"""Eviction policies of the store: least recently used, or least likely to be reused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ import numpy as np
 from jkv.io import array_file
 from jkv.io.errors import FormatError
 
-LEARNED = "lpc:"  # a file follows
-WORDS, LAST = 1 << 12, 64  # places of hashed pairs of tokens; tokens at the end of a prompt that are looked at
-AT_ONCE = 32  # the share of a store, 1 / so much, that is made free when it is full
-SURE = 0.999  # odds count as no more: what were certain would never go, asked for or not
+LEARNED = "lpc:"  # prefix of a policy's text; the predictor's file follows
+WORDS, LAST = 1 << 12, 64  # buckets of hashed token pairs; tokens at a prompt's end that are hashed
+AT_ONCE = 32  # 1 / AT_ONCE of the store is freed at once when it is full
+SURE = 0.999  # upper bound on odds, because certain records would never be evicted
 WHERE = 1 << 20  # a pair's hash is (WHERE a + b) mod a prime, mod WORDS
 
 
 class Entry(NamedTuple):
-    """A record: its name, and the name of the one in front of it ("": none); when it was used last, in nanoseconds; the
-    probability that the conversation which used it goes on."""
+    """A stored record, as eviction sees it.
+
+    Attributes:
+        name: its name.
+        parent: name of its predecessor; "": none.
+        used: time of last use, in nanoseconds.
+        odds: probability that the conversation which used it continues.
+    """
 
     name: str
     parent: str
@@ -31,28 +37,35 @@ class Entry(NamedTuple):
 
 
 class Evict:
-    """Used longest ago first. A record is used whenever what follows it is, and later: it outlives that."""
+    """Least recently used first. A record's predecessors count as used after it, so they outlive it."""
 
-    learns: bool = False  # whether it asks for `odds`
+    learns: bool = False  # whether it uses `odds`
 
     def odds(self, ids: Sequence[int]) -> float:
-        """The probability that a prompt is the beginning of another one."""
+        """Return the probability that a prompt becomes the prefix of another one."""
         return 1.0
 
     def order(self, entries: Iterable[Entry], now: int) -> list[str]:
-        """The names, those that go first first."""
+        """Return the names in order of eviction.
+
+        Args:
+            now: current time in nanoseconds.
+        """
         return [x.name for x in sorted(entries, key=lambda x: (x.used, x.name))]
 
 
 @dataclass(frozen=True, eq=False)
 class Learned(Evict):
-    """By the probability that a conversation is still going on (LPC, Learned Prefix Caching, NeurIPS 2025):
+    """Least likely to continue first (LPC, Learned Prefix Caching, NeurIPS 2025).
 
-    p S(dt) / (p S(dt) + 1 - p), S the share of pauses that are longer than dt, since it was used last; of records that
-    conversations share, the largest. A reconstruction from the abstract: the predictor and the formula are ours. p is
-    that of a small network over hashed pairs of a prompt's last tokens and its length.
+    The probability that a conversation continues is p S(dt) / (p S(dt) + 1 - p), where S is the share of pauses longer
+    than dt, the time since last use. A record shared by several conversations takes the largest probability. p comes
+    from a small network over hashed pairs of a prompt's last tokens, and its length. A reconstruction from the
+    abstract: predictor and formula are our own.
 
-    pairs f32[WORDS,N], size f32[N], bias f32[N], out f32[N], base f32[1]; pauses f32[n]: seconds, rising.
+    Attributes:
+        arrays: pairs f32[WORDS,N], size f32[N], bias f32[N], out f32[N], base f32[1]; pauses f32[n], seconds in rising
+            order.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -60,7 +73,7 @@ class Learned(Evict):
 
     @classmethod
     def load(cls, path: str | Path) -> Learned:
-        """What `jkv train lpc` wrote; FormatError for any other file, and for arrays of other shapes or numbers."""
+        """Load the predictor that `jkv train lpc` wrote; FormatError for any other file, shapes or numbers."""
         arrays, meta = array_file.read(Path(path).expanduser())
         if meta.get("kind") != "lpc":
             raise FormatError(Path(path), "it is no predictor of conversations", "make one: jkv train lpc")
@@ -69,31 +82,33 @@ class Learned(Evict):
         return cls(arrays)
 
     def odds(self, ids: Sequence[int]) -> float:
+        """Return p, the network's probability that the conversation of a prompt continues."""
         w = self.arrays
         seen = w["pairs"][pairs(ids)].mean(0) + size(ids) * w["size"] + w["bias"]
         logit = float(np.maximum(seen, 0) @ w["out"] + w["base"][0])
-        return 1 / (1 + float(np.exp(-max(logit, -700.0))))  # beyond which exp overflows
+        return 1 / (1 + float(np.exp(-max(logit, -700.0))))  # exp overflows beyond
 
     def alive(self, odds: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """f64[n]: the probability that a conversation goes on which has paused so long, of odds up to SURE."""
+        """Return f64[n], the probability that conversations continue after pauses of `seconds`; odds are capped."""
         pauses = self.arrays["pauses"]
         longer = (len(pauses) - np.searchsorted(pauses, seconds, "right") + 1) / (len(pauses) + 1)
         odds = np.minimum(odds, SURE)
         return odds * longer / (odds * longer + 1 - odds)
 
     def order(self, entries: Iterable[Entry], now: int) -> list[str]:
-        entries = sorted(entries, key=lambda x: (x.used, x.name))  # what follows comes before what it follows
+        """Return the names in order of eviction."""
+        entries = sorted(entries, key=lambda x: (x.used, x.name))  # successors before predecessors
         since = np.array([max(now - x.used, 0) for x in entries]) / 1e9
         own = self.alive(np.array([x.odds for x in entries]), since)
         worth: dict[str, float] = {}
         for x, value in zip(entries, own, strict=True):
             worth[x.name] = max(value, worth.get(x.name, 0.0))
             worth[x.parent] = max(worth.get(x.parent, 0.0), worth[x.name])
-        return sorted((x.name for x in entries), key=worth.__getitem__)  # of equal ones, the oldest first
+        return sorted((x.name for x in entries), key=worth.__getitem__)  # ties: oldest first
 
 
 def fault(arrays: Mapping[str, np.ndarray]) -> str:
-    """What is wrong with the arrays of a predictor, or "".
+    """Return the error in a predictor's arrays, or "".
 
     >>> fault({"pairs": np.zeros((WORDS, 2), np.float32)})
     'it has the arrays pairs, and a predictor base, bias, out, pairs, pauses, size'
@@ -115,18 +130,18 @@ def fault(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def pairs(ids: Sequence[int]) -> np.ndarray:
-    """i64[n]: the places of pairs of the last tokens."""
+    """Return i64[n], the hash buckets of the pairs of last tokens."""
     last = np.asarray([0, *ids[-LAST:]], np.int64)
     return (last[:-1] * WHERE + last[1:]) % 2147483647 % WORDS
 
 
 def size(ids: Sequence[int]) -> float:
-    """What the predictor knows of a prompt's length."""
+    """Return the predictor's feature of a prompt's length."""
     return log2(len(ids) + 1) / 2 - 5
 
 
 def policy(text: str) -> Evict:
-    """The order of a text: "lru", or "lpc:FILE".
+    """Parse an eviction policy: "lru", or "lpc:FILE"; ValueError for anything else.
 
     >>> policy("lru").order([Entry("b", "a", 1, 1.0), Entry("a", "", 2, 1.0)], 3)
     ['b', 'a']

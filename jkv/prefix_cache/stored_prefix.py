@@ -1,4 +1,4 @@
-"""Prompts whose beginning is in a store: it is read from there, and what is new of it is put there."""
+"""Prefix reuse through a store: load the cached prefix, prefill the rest, store its new blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jkv.prompts.allocation import empty
 
 @program(arguments=(ANY, None, None), results=None)
 def slices(cache: Cache, row: Array, start: Array) -> list[tuple[Array, Array]]:
-    """`stretch`, as one program."""
+    """Compute `stretch` as one compiled program."""
     at = start + jnp.arange(BLOCK)
     layers = stored(cache.pick(row[None]))
     return [tuple(y[0].at[:, at].get(mode="clip").astype(cache.dtype) for y in (x.k, x.v)) for x in layers]
@@ -35,21 +35,25 @@ def slices(cache: Cache, row: Array, start: Array) -> list[tuple[Array, Array]]:
 
 @flow(arguments=(ANY, None, None), results=None)
 def stretch(cache: Cache, row: Array, start: Array, run: Run = call) -> list[tuple[Array, Array]]:
-    """k, v [H,BLOCK,D] of each layer, of a row's tokens from position `start` on; of what it has not, anything."""
+    """Return k, v [H,BLOCK,D] per layer of a row's tokens from position `start`; undefined past the row's end."""
     return run(slices, cache, row, start)
 
 
 def complete(cache: Cache) -> bool:
-    """Whether a cache has every token as it was made, by queries that read all tokens before it."""
+    """Whether a cache keeps every token exactly, as computed by queries that attended to all earlier tokens."""
     tiers = [tier for plan in cache.plan for tier in plan.tiers]
     exact = all(x.k.exact and x.v.exact and x.rope == "write" and x.select is None and not x.evicts for x in tiers)
     return exact and not cache.states and all(plan.capacity >= plan.longest for plan in cache.plan)
 
 
 class Beginnings(Begins):
-    """The beginnings of prompts for one cache, through a store, in whole blocks but for the end of an answer.
+    """Prompt prefixes for one cache through a store, in whole blocks except for the end of an answer.
 
-    takes: whether answers are kept, by a cache that is `complete`. Example:
+    Attributes:
+        store: the store.
+        takes: whether generated answers are stored too, given a `complete` cache.
+
+    Example:
 
     >>> import tempfile
     >>> from jkv import methods, models
@@ -62,17 +66,19 @@ class Beginnings(Begins):
     def __init__(self, store: Store, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config, store.salt)
         self.store = store
-        # An answer is made by steps: their products are never in `prefill_dtype`, and they may note something else.
+        # Decode steps never compute in `prefill_dtype`, and may compute other score columns than prefill.
         self.takes = not (self.refusal or self.notes) and params.prefill_dtype is None
 
     def whole(self, n: int) -> int:
+        """Return the tokens in whole blocks that a stored prefix may cover, of a prompt of n tokens."""
         return super().whole(n) // BLOCK * BLOCK
 
     def capacity(self, n: int) -> int:
+        """Return the capacity of a cache for the stored prefixes of prompts of at most n tokens."""
         return doubling(max(super().whole(n) // GRAIN * GRAIN, 1))
 
     def read(self, params: Params, ids: Sequence[int], cost: Cost, capacity: int) -> tuple[Cache, int, int]:
-        """What the store had not is read now, and put there."""
+        """Load the stored prefix; prefill and store the following whole blocks."""
         prompt = [int(x) for x in ids]
         found = self.store.match(self.root, prompt[: super().whole(len(prompt))])
         m = sum(x["k"].shape[2] for x in found)
@@ -89,6 +95,7 @@ class Beginnings(Begins):
         return cache, n, m
 
     def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
+        """Store the tokens of a finished row, prompt and answer, in multiples of GRAIN."""
         n = len(ids) // GRAIN * GRAIN
         if not self.takes or not n or LOST in ids or not complete(cache):
             return
@@ -101,9 +108,20 @@ class Beginnings(Begins):
         self.store.put(self.root, ids[:n], record, prompt=ids)
 
     def prepare(self, params: Params, blank: Any, length: int, cost: Cost, cache: Cache) -> tuple[Any, Any]:
-        """Compile what reads a prompt of at most `length` tokens into an empty cache of the shapes of `blank`, but for
-        prompts of which the store has a part, and what keeps answers in `cache`; the shapes of cache and logits. cost:
-        one that runs nothing."""
+        """Compile the programs that prefill a prompt of at most `length` tokens without a stored prefix.
+
+        Also compiles the one that stores answers from `cache`. Programs that continue a partly stored prefix are not
+        included.
+
+        Args:
+            blank: shapes of the empty cache.
+            length: maximum prompt tokens.
+            cost: one that compiles and does not run.
+            cache: shapes of the cache whose answers are stored.
+
+        Returns:
+            The shapes of cache and logits.
+        """
         shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         made: Any = None
         if self.takes and complete(cache):

@@ -1,4 +1,4 @@
-"""The bytes of a cache of a config, and an empty cache."""
+"""Cache allocation: layer plans, shapes and bytes of a config, and empty caches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ def empty(
     dtype: Any,
     sizes: Sizes | None = None,
 ) -> Cache:
-    """A cache that has seen nothing, for rows of at most `longest` tokens, at most `new` of them after the prompt.
+    """Allocate an empty cache.
 
-    sizes: what its layers get of the budget, or None: what they get of it whatever the prompt.
+    Args:
+        rows: sequences in the batch.
+        longest: maximum tokens per row.
+        new: maximum tokens per row after the prompt, included in `longest`.
+        dtype: of uncompressed keys and values.
+        sizes: the budget divided over layers; None: the prompt-independent division.
     """
     cache = shaped(config, model, rows, longest, new, dtype, sizes)
     return replace(
@@ -45,6 +50,7 @@ def empty(
 
 
 def _emptied(s: Any) -> Any:
+    """Allocate the empty array, or empty pages, of a shape: -1 in int32 arrays, otherwise 0."""
     if is_far(s):
         hot = s.hot and replace(
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s.hot), units=jnp.full(s.hot.units.shape, -1)
@@ -62,7 +68,7 @@ def shaped(
     dtype: Any,
     sizes: Sizes | None = None,
 ) -> Cache:
-    """The shapes of `empty`."""
+    """Return the shapes of the cache that `empty` allocates; arguments as for `empty`."""
     plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
     number: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     counts = Counts(seen=number((rows,)), prompt=number((rows,)), later=number((rows,)))
@@ -80,9 +86,13 @@ def sized(
     lengths: Sequence[int] = (),
     statistic: np.ndarray | None = None,
 ) -> Sizes:
-    """What the layers get of the budget; where it is in bytes, of a cache of so many rows, on whatever devices.
+    """Divide a config's budget over the layers.
 
-    lengths: of the prompts whose layers say f[L,B,...], a statistic that the budget wants.
+    A budget in bytes is converted to the tokens that fit, for a cache of this many rows on any number of devices.
+
+    Args:
+        lengths: prompt lengths, for a statistic.
+        statistic: f[L,B,...] of the prompts, if the budget wants one.
     """
     demand = Demand(longest=longest, new=new, recent=config.recent, lengths=lengths, statistic=statistic)
     one, budget = replace(config, devices=1), config.budget
@@ -104,7 +114,7 @@ def layout(
     dtype: Any,
     sizes: Sizes | None = None,
 ) -> tuple[Any, Any]:
-    """The plan of each layer, and the shapes of layers and states; sizes as for `empty`."""
+    """Return the plan of each layer, and the shapes of layers and recurrent states; arguments as for `empty`."""
     sizes = sized(config, model, rows, longest, new, dtype) if sizes is None else sizes
     return _layers(config, model, rows, longest, new, dtype, sizes)
 
@@ -112,9 +122,11 @@ def layout(
 def _layers(
     config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any, sizes: Sizes
 ) -> tuple[Any, Any]:
+    """Return the plans, and the shapes of layers and states, for given layer sizes."""
     if config.device_bytes is not None:
         return _fitting(config, model, rows, longest, new, dtype, sizes, config.device_bytes)
     plan = resolve(config, model, longest, new, sizes)
+    # Layers with equal plans share their shapes.
     kinds = {jax.tree.structure(p): p for p in plan}
     shapes = {k: jax.eval_shape(lambda p=p: empty_layer(p, rows, model, dtype)) for k, p in kinds.items()}
     window = plan[0].block if plan else config.block
@@ -127,9 +139,10 @@ def _layers(
 def _fitting(
     config: CacheConfig, model: ModelConfig, rows: int, longest: int, new: int, dtype: Any, sizes: Sizes, most: int
 ) -> tuple[Any, Any]:
-    """The same with codes on the host as asked, or with as few of them as leave `most` bytes to the device.
+    """Return plans and shapes with as few codes on the host as leave at most `most` bytes on the device.
 
-    ValueError where the device would hold more.
+    Raises:
+        ValueError: if the device would hold more with every allowed placement.
     """
     for host in places(config):
         placed = replace(config, host=host, device_bytes=None)
@@ -146,7 +159,7 @@ def _fitting(
 
 
 def places(config: CacheConfig) -> tuple[str, ...]:
-    """What `host` may become, the first that fits: the device as long as it has room, or as there is nothing else."""
+    """Return the values of `host` to try in order, starting with all codes on the device."""
     if config.host != "auto":
         return (config.host,)
     return ("kept", "values", "all") if config.disk or reachable() else ("kept",)

@@ -1,4 +1,4 @@
-"""What a cache has room for: more would be dropped, or rotated to positions that it does not have, without a word."""
+"""Capacity checks: raise before tokens would be dropped or rotated past the last position."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from jkv.prompts.tokenization import check_total, reaching
 
 
 def with_room(cache: Cache, given: np.ndarray, new: np.ndarray) -> Cache:
-    """The cache, with positions for texts of i[B] more tokens that are given and i[B] that are generated after them.
+    """Return the cache with positions for more tokens, or raise if it has no capacity for them.
 
-    Raises ValueError where the model's context, or a cache that holds every token, ends before.
+    Args:
+        given: i[B], tokens of a text to append.
+        new: i[B], tokens to generate after it.
+
+    Raises:
+        ValueError: if the model's context is too short, or if the cache would hold more tokens than it was made for.
     """
     seen, added = np.asarray(cache.seen), given + new
     longest = int((seen + added).max())
     for plan in cache.plan if all(plan.budget.statistic is None for plan in cache.plan) else cache.plan[:1]:
-        if plan.tiers and plan.capacity >= plan.longest < longest:  # it holds every token, as many as it was made for
+        if plan.tiers and plan.capacity >= plan.longest < longest:  # it keeps every token, up to its capacity
             raise ValueError(
                 f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
             )
@@ -42,7 +47,7 @@ def with_room(cache: Cache, given: np.ndarray, new: np.ndarray) -> Cache:
 
 
 def _check_on_top(cache: Cache, given: np.ndarray, new: np.ndarray) -> None:
-    """Raise ValueError if a cache that keeps what follows its prompt on top of the budget has no room for it."""
+    """Raise ValueError if a cache that keeps later tokens on top of the budget has no capacity for them."""
     for plan in cache.plan[:1]:
         if not plan.budget.on_top:
             return
@@ -59,7 +64,7 @@ def _check_on_top(cache: Cache, given: np.ndarray, new: np.ndarray) -> None:
 
 
 def check_there(cache: Cache) -> None:
-    """Raise ValueError for a cache whose memory a step has taken."""
+    """Raise ValueError for a cache that was donated to a step."""
     if any(not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(cache)):
         raise ValueError(
             "this cache was given to jkv.step, which uses its memory for the next one: go on with the cache that step "
@@ -68,7 +73,7 @@ def check_there(cache: Cache) -> None:
 
 
 def check_beside(params: Params, cache: Cache) -> None:
-    """Raise ValueError for a cache that lies on other devices than the model, or that these cannot share."""
+    """Raise ValueError if cache and model lie on different devices, or if the model's mesh cannot divide the cache."""
     if (over := sharding.over(params)) is not None:
         over.divide(cache)
     elif len(cache.counts.seen.sharding.device_set) > 1:

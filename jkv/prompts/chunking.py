@@ -1,4 +1,4 @@
-"""How prompts are read: whole, where memory has room for that, or else in the largest chunks that it has room for."""
+"""Prefill chunk size: the whole prompt if memory allows, else the largest chunks that fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, rule
 from jkv.utils import memory
 
-# Tokens of a chunk. Larger ones gain nothing: products are bound by arithmetic long before, and the more queries there
-# are, the fewer slots has a tile of a tier (`tiles.tile_size`): 32 for 2,048.
+# Tokens per chunk. Larger chunks gain nothing: matmuls are compute-bound long before, and with more queries a tile of a
+# tier has fewer slots: 32 at 2,048 queries.
 LEAST, MOST = 64, 2048
-FLOAT = 4  # bytes of a number inside of a block: compilers keep products there in float32, whatever the weights' type
+FLOAT = 4  # bytes per activation inside a block: compilers keep products in float32 for weights of any type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """How prompts are read: `size` tokens at a time (0: all), and why; open: fewer may be taken."""
+    """The prefill chunk size and its reason.
+
+    Attributes:
+        size: tokens per chunk; 0: the whole prompt.
+        why: the reason, for the receipt.
+        open: whether smaller chunks may be tried.
+    """
 
     size: int
     why: str
@@ -34,7 +40,7 @@ class Chunks:
 
     @classmethod
     def asked(cls, size: int, longest: int) -> Chunks:
-        """So many tokens at a time, 0: all, whatever room there is.
+        """Return a requested chunk size, 0 for the whole prompt, regardless of memory.
 
         >>> Chunks.asked(512, 700).why, Chunks.asked(512, 90).size
         ('512 tokens at a time, as asked', 0)
@@ -44,7 +50,11 @@ class Chunks:
         return cls(size=0, why="whole" if size else "whole, as asked")
 
     def fewer(self, longest: int) -> Chunks | None:
-        """Of prompts of at most `longest` tokens, where a compiler found no room for so many; None: as it is."""
+        """Return the next smaller chunk size after an out-of-memory error, or None if there is none.
+
+        Args:
+            longest: tokens of the longest prompt.
+        """
         most = self.size or longest
         if not self.open or most <= LEAST:
             return None
@@ -53,10 +63,16 @@ class Chunks:
 
 
 def chosen(config: CacheConfig, empty: Cache, longest: int, room: int, over: MeshPlan | None, copies: bool) -> Chunks:
-    """How prompts of at most `longest` tokens are read into caches of the shapes of `empty`.
+    """Choose how to prefill prompts of at most `longest` tokens.
 
-    Whole, if the `room` bytes of a device for all but the weights are enough; else in the largest chunks for which they
-    are, of powers of two tokens, so that prompts share programs, up to MOST. copies: as for `needed`.
+    The whole prompt if it fits; else the largest chunk that does, a power of two up to MOST, so that prompts share
+    programs.
+
+    Args:
+        empty: shapes of the empty cache.
+        room: free bytes per device, weights already subtracted.
+        over: the mesh, if any.
+        copies: as in `needed`.
     """
     take = partial(needed, empty, over=over, copies=copies)
     whole, cuts = take(bucket(longest), fresh=True), cut(config, empty.model)
@@ -72,24 +88,31 @@ def chosen(config: CacheConfig, empty: Cache, longest: int, room: int, over: Mes
 
 
 def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: bool) -> int:
-    """About the bytes of a device, beside the weights, while n tokens a row are read into caches like `empty`.
+    """Estimate the bytes per device, without the weights, to prefill n tokens per row.
 
-    An estimate before anything is compiled: of the cache, of a block at its worst, and of the logits; 0.8 to 1.8
-    times what the compiled programs take (`tests/prompts/test_chunking.py`). fresh: nothing was read before; copies:
-    of 16-bit matrices the compiler makes float32 ones, as XLA for CPUs does.
+    Counts the cache, the most expensive block, and the logits, before anything is compiled; 0.8 to 1.8 times what the
+    compiled programs take (`tests/prompts/test_chunking.py`).
+
+    Args:
+        empty: shapes of the empty cache.
+        n: tokens per row and chunk.
+        fresh: whether the cache is still empty.
+        over: the mesh, if any.
+        copies: whether the compiler copies 16-bit matrices to float32, as XLA for CPUs does.
     """
     model, held = empty.model, device_bytes(empty) if over is None else over.bytes(empty)
     rows = empty.rows // (1 if over is None else over.mesh.shape[ROWS])
-    shares = 1 if over is None else over.mesh.shape[HEADS]  # devices that divide a block's heads and hidden units
+    shares = 1 if over is None else over.mesh.shape[HEADS]  # devices that share a block's heads and hidden units
     window = n if fresh else n + empty.room
     exact = empty.dtype.itemsize
     kinds = dict.fromkeys(map(_kind, empty.plan))
+    # The most expensive block: attention or recurrence, attention's tiles, the MLP, and its input and output.
     blocks = [_attention(model, *kind, rows * n, rows * window, exact) // shares for kind in kinds]
     if model.mixers:
         blocks.append(FLOAT * rule(model.mixers).floats(model.mixers, rows, n) // shares)
     tiles = 3 * FLOAT * scores_at_once(rows * model.heads * model.groups // shares, n, window)
     feed = FLOAT * rows * n * _units(model, shares)
-    between = 2 * rows * n * model.width * exact  # what a block is given, and what it gives
+    between = 2 * rows * n * model.width * exact  # a block's input and output
     worst = max(max(blocks) + tiles, feed + rows * window * model.heads * model.cached * exact // shares) + between
     logits = FLOAT * rows * model.vocab
     if copies:
@@ -99,7 +122,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
 
 
 def spare(over: MeshPlan | None) -> int:
-    """Bytes free on each device of this process; on a CPU, four fifths of the free memory for all of them together."""
+    """Return the free bytes of each local device; on CPUs, an equal share of four fifths of the free memory."""
     own = jax.local_devices()
     devices = own[:1] if over is None else [d for d in over.mesh.devices.flat if d in own]
     if all(d.memory_stats() for d in devices):
@@ -108,20 +131,28 @@ def spare(over: MeshPlan | None) -> int:
 
 
 def _kind(plan: LayerConfig) -> tuple[bool, bool]:
-    """Whether a layer's flush is given every query of the prompt, and whether these see codes."""
+    """Return whether a layer's flush reads every query of the prompt, and whether prompt queries attend to codes."""
     return plan.needs.new or plan.needs.prompt, plan.coded
 
 
 def _attention(m: ModelConfig, queries: bool, coded: bool, new: int, window: int, exact: int) -> int:
-    """Bytes of a block that attends, for so many new tokens of all rows, and tokens of their windows."""
+    """Return the bytes of an attention block.
+
+    Args:
+        queries: whether the flush reads every query of the prompt.
+        coded: whether prompt queries attend to encoded keys and values.
+        new: new tokens of all rows.
+        window: window tokens of all rows.
+        exact: bytes per uncompressed number.
+    """
     q, kv = m.heads * m.groups * m.head_dim, m.heads * (m.head_dim + m.value_dim)
-    inside = 2 * q + kv + m.heads * m.groups * m.value_dim + m.width  # projected, rotated, and what is attended to
+    inside = 2 * q + kv + m.heads * m.groups * m.value_dim + m.width  # projections, rotated queries, attention output
     kept = window * kv * (exact + 2 * FLOAT * coded) + new * q * exact * queries
     return FLOAT * new * inside + kept
 
 
 def _units(m: ModelConfig, shares: int) -> int:
-    """Numbers of a token in the MLP of a block, or in its experts, whose outputs are there one by one."""
+    """Return the activations per token of an MLP, or of its experts, whose outputs are computed one by one."""
     one = m.width + 3 * m.hidden // shares
     if m.experts is None:
         return one
@@ -130,7 +161,7 @@ def _units(m: ModelConfig, shares: int) -> int:
 
 
 def cut(config: CacheConfig, model: ModelConfig) -> bool:
-    """Whether the method takes a prompt in chunks."""
+    """Whether the method can prefill in chunks."""
     try:
         check(config, model, LEAST)
     except ValueError:
@@ -139,7 +170,7 @@ def cut(config: CacheConfig, model: ModelConfig) -> bool:
 
 
 def _below(n: int) -> int:
-    """The largest power of two below n.
+    """Return the largest power of two below n.
 
     >>> _below(512), _below(700)
     (256, 512)
@@ -148,7 +179,8 @@ def _below(n: int) -> int:
 
 
 def gib(x: float) -> str:
-    """
+    """Format bytes as GiB.
+
     >>> gib(3 << 29), gib(1 << 20)
     ('1.50', '0.00')
     """

@@ -15,7 +15,7 @@ from jkv.prompts.allocation import empty
 
 
 def greedy(params: Params, rows: list[list[int]], new: int) -> list[list[int]]:
-    """The `new` most likely tokens after each of the rows, one by one, through the full cache."""
+    """Decode `new` tokens greedily after each row through the full cache."""
     b, length, model = len(rows), bucket(max(map(len, rows))), params.config
     cache = empty(CacheConfig(), model, b, length + new, new, params.embed.dtype)
     cache, logits = prefill_own(params, cache, pad(rows, length), fresh=True)

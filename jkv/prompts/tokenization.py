@@ -1,4 +1,4 @@
-"""Prompts: their types, their token ids, and the room that they and their answers take."""
+"""Prompt tokenization, stop tokens, and checks of prompt and answer lengths."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ if TYPE_CHECKING:
     from jkv.methods.config import CacheConfig
 
 Prompt = str | Sequence[Any] | np.ndarray | Array
-KINDS = "text, chat messages or token ids"  # of one row
-LONGEST = 1 << 20  # positions of a cache that is not bound to the model's context: programs hold a table of them
+KINDS = "text, chat messages or token ids"  # types of one row
+LONGEST = 1 << 20  # maximum positions of a cache not bound to the model's context; programs hold a table of them
 
 
 def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
-    """Token ids per row, and whether the prompt was a single row.
+    """Tokenize a prompt.
 
-    A prompt is a text, a list of texts, chat messages ({"role", "content"}; with tools or options of the template, the
-    text of `params.tokenizer.chat`), token ids, or a list of token ids. Raises ValueError for anything else, an empty
-    prompt, ids outside the vocabulary, and text without a tokenizer.
+    Args:
+        prompt: text, a list of texts, chat messages ({"role", "content"}), token ids, or a list of token ids. For chat
+            with tools or template options, pass the text of `params.tokenizer.chat`.
+
+    Returns:
+        Token ids per row, and whether the prompt was a single row.
+
+    Raises:
+        ValueError: for any other type, an empty prompt, ids outside the vocabulary, and text without a tokenizer.
     """
     prompt = _listed("prompt", prompt)
     if len(prompt) == 0 and not isinstance(prompt, str):
@@ -41,9 +47,14 @@ def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
 def encode_row(
     params: Params, row: Any, name: str = "the prompt", options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a text, chat messages or token ids; raises ValueError as `encode` does.
+    """Tokenize one row: text, chat messages or token ids.
 
-    options: of the chat template, for messages.
+    Args:
+        name: named in errors.
+        options: of the chat template.
+
+    Raises:
+        ValueError: as `encode` does.
     """
     row = _listed(name, row)
     if not isinstance(row, str) and not (row and all(isinstance(x, Mapping) for x in row)):
@@ -64,7 +75,7 @@ def encode_row(
 
 
 def _listed(name: str, x: Any) -> Any:
-    """A text as it is; the elements of a sequence or an array."""
+    """Return text unchanged, and the elements of a sequence or array as a sequence."""
     if isinstance(x, Mapping):
         raise ValueError(f"{name} is one message: give a list of messages, [{short(x)}]")
     if isinstance(x, np.ndarray | jax.Array) and x.ndim:
@@ -75,11 +86,12 @@ def _listed(name: str, x: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """A number of an array without axes as Python's."""
+    """Convert a zero-dimensional array to a Python number."""
     return x.item() if isinstance(x, np.ndarray | jax.Array) and not x.ndim else x
 
 
 def _id(name: str, x: Any) -> int:
+    """Return a token id as int; ValueError for anything else."""
     x = _plain(x)
     if isinstance(x, bool | np.bool_) or not isinstance(x, int | np.integer):
         raise ValueError(f"{name} has {short(x)} among its token ids, which are whole numbers: give {KINDS}")
@@ -87,6 +99,7 @@ def _id(name: str, x: Any) -> int:
 
 
 def _chat(params: Params, name: str, messages: Any, options: Mapping[str, Any]) -> str:
+    """Render messages by the chat template; ValueErrors name the row."""
     try:
         return params.tokenizer.chat(messages, **options)
     except ValueError as error:
@@ -94,13 +107,13 @@ def _chat(params: Params, name: str, messages: Any, options: Mapping[str, Any]) 
 
 
 def stop_ids_of(params: Params) -> tuple[int, ...]:
-    """The tokens that end a row, by the model's config and its tokenizer."""
+    """Return the stop tokens of the model's config and its tokenizer."""
     more = () if params.tokenizer is None else params.tokenizer.eos_ids
     return tuple(dict.fromkeys((*params.config.eos, *more)))
 
 
 def reaching(model: ModelConfig, longest: int) -> ModelConfig:
-    """The model with positions for so many tokens, for a cache that is not bound to the model's context."""
+    """Return the model with rope tables for `longest` positions, for a cache not bound to the model's context."""
     if longest <= max(model.context, *(r.longest for r in model.ropes), 0):
         return model
     return replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
@@ -112,7 +125,11 @@ def check_length(config: CacheConfig, model: ModelConfig, prompt: int, new: int)
 
 
 def check_total(model: ModelConfig, unlimited: bool, before: int, new: int, there: str) -> None:
-    """`check_length` of `new` tokens after those that are there."""
+    """Raise ValueError if `new` tokens after `before` existing ones exceed the limit of `check_length`.
+
+    Args:
+        there: start of the error message, such as "the prompt has".
+    """
     if before + new <= (max(LONGEST, model.context) if unlimited else model.context):
         return
     text = f"{there} {before} tokens and {new} more are asked for, {before + new} in all; "

@@ -1,5 +1,4 @@
-"""Speculative decoding: propose draft tokens, verify them in one pass.
+"""Speculative decoding: drafters propose tokens, one pass of the model verifies them. Tokens never change.
 
-Entry points: `build.drafter`, `decoding.Speculative`. Never changes a token. Must not import generation, engine or
-prefix_cache.
+Entry points: `build.drafter`, `decoding.Drafting`. Must not import generation, engine or prefix_cache.
 """

@@ -1,4 +1,4 @@
-"""Drafts that a model draws token by token, and how likely they come."""
+"""Autoregressive drafting, with calibrated acceptance probabilities."""
 
 from __future__ import annotations
 
@@ -22,30 +22,40 @@ from jkv.speculative.decoding import Drafting
 from jkv.speculative.draft_length import NODES, Pace
 from jkv.speculative.proposer import Drafter, Guess, Verifier, parted
 
-Drawn = tuple[int, list[int], list[float]]  # tokens of a row, those drafted after it, and their probabilities
-Draws = list[tuple[list[int], list[float]]]  # of each row, drafted tokens and their probabilities
-Known = Sequence[list[int]]  # of each row, tokens that come behind it
-CUT = 6.0  # log-odds beyond which all are alike
+Drawn = tuple[int, list[int], list[float]]  # a row's length, its draft tokens, and their probabilities
+Draws = list[tuple[list[int], list[float]]]  # per row, draft tokens and their probabilities
+Known = Sequence[list[int]]  # per row, known tokens after it
+CUT = 6.0  # log-odds are clipped to this magnitude
 
 
 @jax.jit
 def probabilities(trace: Array) -> Array:
-    """f32[B,N]: of the likeliest token, of logits f32[B,N,V]."""
+    """Return f32[B,N], the probability of the most likely token, from logits f32[B,N,V]."""
     return jnp.exp(trace.max(-1) - jax.nn.logsumexp(trace, -1))
 
 
 def likely(q: Array, odds: Array) -> Array:
-    """f32[...]: what `Odds` of bias and slope f32[2] say of probabilities q, inside a program."""
+    """Return f32[...], the acceptance probability by `Odds` of drafter probabilities q, inside a program.
+
+    Args:
+        odds: f32[2], bias and slope.
+    """
     q = jnp.clip(q, 1e-6, 1 - 1e-6)
     return jax.nn.sigmoid(odds[0] + odds[1] * jnp.clip(jnp.log(q / (1 - q)), -CUT, CUT) / CUT)
 
 
 @dataclass
 class Odds:
-    """How likely a drafted token comes, by the drafter's own probability q: sigmoid(bias + slope log(q / (1 - q)) / 6).
+    """Acceptance probability of a draft token, from the drafter's own probability q of it.
 
-    The log-odds of q are cut at 6. A logistic regression: each token of which it became known whether it came is a step
-    down the binary cross-entropy. OmniDraft (2507.02659) predicts it from hidden states. It starts at 0.88 for every q.
+    sigmoid(bias + slope log(q / (1 - q)) / 6), with the log-odds of q clipped to 6. Logistic regression: each token
+    whose acceptance becomes known is one gradient step on the binary cross-entropy. OmniDraft (2507.02659) predicts
+    acceptance from hidden states. The initial value is 0.88 for every q.
+
+    Attributes:
+        bias: intercept.
+        slope: weight of the clipped log-odds.
+        rate: learning rate.
 
     >>> odds = Odds()
     >>> for _ in range(200):
@@ -60,18 +70,26 @@ class Odds:
     rate: float = 0.3
 
     def of(self, q: float) -> float:
+        """Return the acceptance probability of a token."""
         return 1 / (1 + exp(-self.bias - self.slope * self._log_odds(q)))
 
     def learn(self, q: float, came: bool) -> None:
+        """Take one gradient step on a token whose acceptance is known."""
         error = came - self.of(q)
         self.bias, self.slope = self.bias + self.rate * error, self.slope + self.rate * error * self._log_odds(q)
 
     def along(self, qs: Sequence[float]) -> list[float]:
-        """How likely each of a chain of tokens comes with all of those before it."""
+        """Return, for each token of a chain, the probability that it and all tokens before it are accepted."""
         return list(accumulate(map(self.of, qs), mul))
 
     def saw(self, qs: Sequence[float], ids: Sequence[int], text: Sequence[int]) -> None:
-        """What came of a chain of guesses: tokens until the first that did not; of the others nothing is known."""
+        """Learn from a chain's accepted tokens and its first rejected one; later tokens are unknown.
+
+        Args:
+            qs: drafter probabilities.
+            ids: draft tokens.
+            text: the tokens that the row actually continued with.
+        """
         for q, guessed, came in zip(qs, ids, text, strict=False):
             self.learn(q, guessed == came)
             if guessed != came:
@@ -79,17 +97,24 @@ class Odds:
 
     @staticmethod
     def _log_odds(q: float) -> float:
+        """Return the log-odds of q, clipped and scaled to [-1, 1]."""
         q = min(max(q, 1e-6), 1 - 1e-6)
         return max(-CUT, min(CUT, log(q / (1 - q)))) / CUT
 
 
 @dataclass
 class Chains:
-    """Guesses that are one chain a row, drawn token by token; what `draw` gives is each drafter's own.
+    """Base of drafters that propose one chain per row, drawn autoregressively; subclasses implement `draw`.
 
-    Speculative decoding (2211.17192) with guesses that are points: a token is taken with the probability that the model
-    which verifies gives it. The chances of the guesses are `Odds` of the drafter's probabilities. nbytes: of what it
-    holds beside what verifies.
+    Speculative decoding (2211.17192) with point drafts: a token is accepted with the probability that the verifying
+    model gives it. The chances of draft tokens are `Odds` of the drafter's probabilities.
+
+    Attributes:
+        top: 0; no top tokens are needed.
+        rows_change: whether rows may change between calls.
+        nbytes: bytes held besides the verifier's.
+        odds: the calibration.
+        newest: the last proposals, to learn from.
     """
 
     top: int = field(default=0, init=False)
@@ -99,10 +124,12 @@ class Chains:
     newest: list[Drawn] = field(default_factory=list, init=False, repr=False)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Start a generation."""
         self.newest = []
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # none at first
+        """Propose one chain per row, after calibrating on the last one."""
+        for (length, ids, qs), row in zip(self.newest, rows, strict=False):  # empty in the first call
             self.odds.saw(qs, ids, row[length:])
         rows, known = parted(rows, verifier)
         found = self.draw(rows, most, verifier, known)
@@ -111,30 +138,45 @@ class Chains:
         return [Guess(ids, range(-1, len(ids) - 1), self.odds.along(qs)) for ids, qs in found]
 
     def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
-        """The drafter's own tokens after rows and what is known behind each, and its probabilities of them, at most
-        `most` with those known; none of a row with nothing new."""
-        raise NotImplementedError  # its own in every drafter
+        """Draw tokens after each row.
+
+        Args:
+            most: maximum tokens after a row, its known ones included.
+            known: per row, known tokens after it; they are read but not returned.
+
+        Returns:
+            Per row, the drafter's tokens after the known ones, and its probabilities; none for a row without new
+            tokens.
+        """
+        raise NotImplementedError
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
-        """Nothing: it reads what was taken before it guesses again."""
+        """Do nothing: accepted tokens are read from the rows of the next call."""
 
     def end(self, rows: list[list[int]]) -> None:
-        """Nothing stays."""
+        """Do nothing: no state outlives a generation."""
 
 
 @dataclass
 class Drawing(Chains):
-    """Guesses that a model draws through a cache. behind: guesses for this one in turn, which verifies them."""
+    """Base of drafters that decode through a KV cache.
+
+    Attributes:
+        behind: another drafter, whose draft tokens this one verifies; None: plain decoding.
+        pace: draft length of `behind`.
+    """
 
     behind: Drafter | None = field(default=None, kw_only=True)
-    pace: Pace = field(default_factory=Pace, init=False, repr=False)  # of what is behind
+    pace: Pace = field(default_factory=Pace, init=False, repr=False)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Start a generation, also in the drafter behind."""
         super().begin(rows, new, verifier)
         if self.behind is not None:
             self.behind.begin(rows, new)
 
     def end(self, rows: list[list[int]]) -> None:
+        """End a generation, also in the drafter behind."""
         if self.behind is not None:
             self.behind.end(rows)
 
@@ -148,25 +190,36 @@ class Drawing(Chains):
         known: Known,
         drawn: int = 0,
     ) -> tuple[Draws, Cache]:
-        """Tokens after rows that a state has read, and the cache after them: nobody needs the state any more.
+        """Decode draft tokens from a state that has read the rows; the state is consumed.
 
-        First come `drawn` ones, and what is known of each row, which are left out; `most`: with the latter. What is
-        behind guesses for it.
+        Args:
+            most: maximum tokens after `drawn`, known ones included.
+            known: per row, known tokens after the drawn ones; forced, and left out of the result.
+            drawn: number of first tokens to draw and leave out of the result.
+
+        Returns:
+            Per row, draft tokens and their probabilities; and the cache after all of them.
+
+        Raises:
+            RuntimeError: if the drafter behind fails.
         """
         known = known or [[] for _ in rows]
-        if len(rows) > 1:  # one does not wait for others, so nothing is known of it
-            width = max(NODES, drawn + most)  # of one size: each would be a program of its own
+        # Force the known tokens. A single row never waits for others, so it has none.
+        if len(rows) > 1:
+            width = max(NODES, drawn + most)  # a fixed size, because each size is another program
             ids = [[*[-1] * drawn, *row, *[-1] * width][:width] for row in known]
             sampling = replace(sampling, given=Given(ids=jnp.asarray(ids, jnp.int32), seen=jnp.copy(state.cache.seen)))
+        # Decode, plainly or with drafts by the drafter behind.
         if self.behind is None:
             state = run_blocks(params, state, sampling, jnp.int32(drawn + most))
         else:
             run = Drafting(params, state, sampling, self.behind.branch(rows), Cost(), rows, self.pace)
             for _ in run.rounds(drawn + most, [[] for _ in rows]):
                 pass
-            if run.trial.failure:  # of the whole chain, so that whoever verifies says so
+            if run.trial.failure:  # reported by the outermost verifier
                 raise RuntimeError(f"what guesses for it failed: {run.trial.failure}")
             state = run.state
+        # Collect tokens and probabilities after the known ones.
         assert state.trace is not None
         each = zip(np.asarray(state.out).tolist(), np.asarray(probabilities(state.trace)).tolist(), strict=True)
         starts = [drawn + len(row) for row in known]

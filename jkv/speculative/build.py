@@ -1,4 +1,4 @@
-"""The drafter that a caller names, or gives."""
+"""Construction of drafters from a name, a model or an instance."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}
 
 
 def drafter(what: Any, params: Params) -> Drafter:
-    """The drafter for a model that a caller names, or gives.
+    """Build a drafter for a model.
 
-    A text such as "suffix(p_min=0.2)", or two such as "suffix | recycle", whichever offers more; a text of a cache,
-    through which the model's own weights guess: through a part of the cache that verifies, if it only reads a part; a
-    smaller model, of another vocabulary too if both have tokenizers; a Drafter. Or several: each verifies what the next
-    one guesses.
-    Raises ValueError or TypeError for anything else.
+    Args:
+        what: a name such as "suffix(p_min=0.2)", or two such as "suffix | recycle" (per row, the proposal with more
+            expected tokens); a cache composition, through which the model drafts for itself (through a part of the
+            verifier's cache if the composition only selects); a smaller model, which may have another vocabulary if
+            both have tokenizers; or a Drafter. In a list, each drafter verifies the draft tokens of the next one.
+        params: the model that verifies.
+
+    Raises:
+        ValueError: for a drafter that does not fit the model, or cannot verify in a list.
+        TypeError: for any other type.
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
     if rest:
@@ -55,7 +60,7 @@ def drafter(what: Any, params: Params) -> Drafter:
 
 
 def of_batch(text: str, params: Params) -> Drafter:
-    """A drafter whose rows may change, by its name; ValueError for any other, and for no drafter."""
+    """Build a drafter whose rows may change between calls, by name; ValueError for any other."""
     made = drafter(text, params)
     if not made.rows_change:
         raise ValueError(f"--draft {text}: rows of a batch come and go; give suffix, recycle or drafter")
@@ -63,6 +68,7 @@ def of_batch(text: str, params: Params) -> Drafter:
 
 
 def _named(text: str, params: Params) -> Drafter:
+    """Build a drafter by its text form."""
     word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
     if word in CATALOGUE:
         config = parse(text)
@@ -70,6 +76,7 @@ def _named(text: str, params: Params) -> Drafter:
     one, bar, other = text.partition("|")
     if bar:
         return Either(_named(one.strip(), params), _named(other.strip(), params))
+    # Drafters that need the model get it as an argument.
     name, arguments = read_one_of(DRAFTERS, text, "drafter")
     of_model = {"recycle": {"vocab": params.config.vocab}, "drafter": {"params": params}}
     given: dict[str, Any] = of_model.get(name, {})
@@ -81,7 +88,7 @@ def _named(text: str, params: Params) -> Drafter:
 
 
 def _model(small: Params, params: Params) -> Drafter:
-    """A model as a drafter: as it is if its tokens are those of the model, else through their text."""
+    """Build a drafter from a smaller model: directly if the vocabularies agree, else by translating tokens."""
     own, other = params.tokenizer, small.tokenizer
     words = params.config.vocab, small.config.vocab
     if own is None or other is None:
@@ -95,7 +102,10 @@ def _model(small: Params, params: Params) -> Drafter:
     return Through(small) if translation is None else Across(small, translation)
 
 
-@lru_cache(maxsize=4)  # what it learns stays
+@lru_cache(maxsize=4)  # keeps learned n-grams
 def _translation(own: Tokenizer, other: Tokenizer, words: tuple[int, int]) -> Translation | None:
-    """Of two tokenizers, None of those with the same tokens: models may have more words than these."""
+    """Return the translation between two tokenizers, or None if their tokens agree.
+
+    Vocabularies may still differ in size, because models pad them.
+    """
     return None if own.core.get_vocab() == other.core.get_vocab() else Translation(own, other, words=words)

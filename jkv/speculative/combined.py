@@ -1,4 +1,4 @@
-"""Two drafters, of which each row's guess is that of the one that offers more."""
+"""Combination of two drafters: per row, the proposal with more expected accepted tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import numpy as np
 
 from jkv.speculative.proposer import Drafter, Guess, Verifier
 
-KEPT = 0.9  # of what the second has offered before, at each of its guesses
+KEPT = 0.9  # decay per call of the moving average of the second drafter's scores
 
 
 @dataclass
 class Either:
-    """The first drafter's guess where its score is the higher one, else the second's (SuffixDecoding, 2411.04975).
+    """The first drafter's proposal where its score is higher, else the second's (SuffixDecoding, 2411.04975).
 
-    A guess's score is the sum of its chances: the tokens that are expected to come. The second is asked where a row's
-    first guess has none, or a lower score than the second's had in the mean, the older the less; so what reads a text
-    where it repeats itself does not wait for a model.
+    The score is the sum of chances: the expected number of accepted tokens. The second drafter is called only if a
+    row's first proposal is empty, or scores below the moving average of the second's scores. So a suffix match in
+    repetitive text does not wait for a model.
+
+    Attributes:
+        first: usually the cheaper drafter.
+        second: called when needed.
+        offers: moving average of the second's scores; infinite until measured.
 
     >>> from jkv.speculative.proposer import Recycling, Suffix
     >>> Either(Suffix(), Recycling(100)).propose([[1, 2, 3, 1, 2]], 2)[0].ids
@@ -28,7 +33,7 @@ class Either:
     second: Drafter
     top: int = field(init=False)
     rows_change: bool = field(init=False, repr=False)
-    offers: float = field(default=float("inf"), init=False, repr=False)  # tokens of the second's guesses; not known yet
+    offers: float = field(default=float("inf"), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.top = max(self.first.top, self.second.top)
@@ -36,16 +41,19 @@ class Either:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that both drafters hold."""
         return self.first.nbytes + self.second.nbytes
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Start a generation in both drafters."""
         self.first.begin(rows, new, verifier)
         self.second.begin(rows, new, verifier)
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
+        """Propose per row the tree with the higher score."""
         one = self.first.propose(rows, most, verifier)
         scores = [_score(guess) for guess in one]
-        if min(scores) > 0 and min(scores) >= self.offers:  # a second that had nothing yet may have learned
+        if min(scores) > 0 and min(scores) >= self.offers:  # at 0, retry the second: it may have learned
             return one
         two = self.second.propose(rows, most, verifier)
         score = float(np.mean([_score(guess) for guess in two]))
@@ -53,18 +61,22 @@ class Either:
         return [max(pair, key=_score) for pair in zip(one, two, strict=True)]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Pass verified tokens, and as many top tokens as each wants, to both drafters."""
         for each in (self.first, self.second):
             each.learn(ids, top[..., : each.top] if top is not None and each.top else None)
 
     def branch(self, rows: list[list[int]]) -> Either:
+        """Return a branch of both drafters."""
         branch = replace(self, first=self.first.branch(rows), second=self.second.branch(rows))
         branch.offers = self.offers
         return branch
 
     def end(self, rows: list[list[int]]) -> None:
+        """End a generation in both drafters."""
         self.first.end(rows)
         self.second.end(rows)
 
 
 def _score(guess: Guess) -> float:
+    """Return the expected number of accepted tokens."""
     return sum(guess.chance)

@@ -1,4 +1,4 @@
-"""Generation with drafts: passes that verify guessed tokens where they pay, plain steps where they do not."""
+"""The speculative decoding loop: draft and verify while it pays, plain decode steps otherwise."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ one = program(arguments=(None, None, None, None), results=None)(sample)
 
 @flow(arguments=(None, None, None, None), results=None)
 def drawn(logits: Array, sampling: Sampling, seen: Array, used: Array | None, run: Run = call) -> Array:
-    """The next token i32[B] of each row."""
+    """Sample the next token i32[B] of each row."""
     return run(one, logits, sampling, seen, used)
 
 
 def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
-    """i[B,n]: the n largest of f32[B,V], in order.
+    """Return i[B,n], the n largest logits of f32[B,V], in descending order.
 
     >>> likeliest(np.asarray([[0.0, 3.0, 1.0, 2.0]]), 2).tolist()
     [[1, 3]]
@@ -43,11 +43,28 @@ def likeliest(logits: np.ndarray, n: int) -> np.ndarray:
 
 @dataclass
 class Drafting:
-    """A generation with drafts, and its counts: passes and steps, and of drafted tokens those verified and taken.
+    """A speculative decoding run, and its counts.
 
-    pauses: from which generated token to which none was guessed, as no guess would have paid. clock: in seconds; what
-    it says decides which tokens are drafted together, and never a token. trial: of the drafter; once that has failed,
-    plain steps go on from the same state. watched: whether whoever reads the tokens may end rows where a block ends.
+    Attributes:
+        params: the verifying model.
+        state: state of the decode loop.
+        sampling: sampling settings.
+        drafter: proposes draft tokens.
+        cost: collects compile time and peak bytes.
+        rows: prompt tokens per row.
+        pace: chooses the draft length.
+        clock: seconds; measurements influence which tokens are drafted together, and never the tokens.
+        trial: catches the drafter's errors; after one, plain steps continue from the same state.
+        passes: verification passes.
+        steps: plain steps.
+        drafted: draft tokens verified, in the row with most.
+        taken: draft tokens accepted by all rows.
+        alone: tokens per pass, summed over passes, that were drawn and not known before, mean over rows.
+        pauses: ranges of generated tokens in which no draft would have paid.
+        watched: whether the reader may end rows at block borders.
+        passed: whether the newest tokens come from a pass.
+        known: per row, tokens after its next one that a pass drew and could not take, because another row accepted
+            fewer.
     """
 
     params: Params
@@ -63,11 +80,10 @@ class Drafting:
     steps: int = 0
     drafted: int = 0
     taken: int = 0
-    alone: float = 0.0  # tokens that passes drew and that were not known, of the mean row
+    alone: float = 0.0
     pauses: list[tuple[int, int]] = field(default_factory=list)
     watched: bool = False
-    passed: bool = False  # whether the newest tokens came by a pass
-    # Of each row the tokens after its next one that a pass drew and could not take, as another row was behind.
+    passed: bool = False
     known: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +91,7 @@ class Drafting:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What the receipt says of it."""
+        """The receipt's fields on speculation."""
         drafted = {"drafted": self.drafted, "drafted_taken": self.taken}
         passes = {"passes": self.passes + self.steps, "draft_pauses": self.pauses}
         alone = {"tokens_alone": (self.alone + self.steps) / max(self.passes + self.steps, 1)}
@@ -83,45 +99,50 @@ class Drafting:
         return {**passes, **drafted, **alone, **drafter}
 
     def run(self, new: int) -> Iterator[list[list[int]]]:
-        """Tokens so far, row by row, after every pass or step; between two, the state may be changed."""
+        """Generate up to `new` tokens, and yield all tokens so far, per row, after every pass or run of steps.
+
+        The caller may change the state between two items.
+        """
         with self.trial:
             self.drafter.begin(self.rows, new, self)
         tokens: list[list[int]] = [[] for _ in self.rows]
         try:
             yield from self.rounds(new, tokens)
-        finally:  # also where the reader stops
+        finally:  # also if the caller stops early
             with self.trial:
                 self.drafter.end([[*a, *b] for a, b in zip(self.rows, tokens, strict=True)])
 
     def rounds(self, new: int, tokens: list[list[int]]) -> Iterator[list[list[int]]]:
-        """`run` of a drafter that has begun; the tokens go into lists, one a row."""
+        """Run the loop for a drafter that has begun; appends to `tokens`, one list per row."""
         count = int(self.state.count)
         while count < new and bool(self.state.alive.any()):
-            limit = min(self._room, new - count)  # tokens of a pass that could come
+            # Verify drafts if they may pay, else run plain steps.
+            limit = min(self._room, new - count)  # maximum tokens of a pass
             failed = bool(self.trial.failure)
             if most := 0 if failed else self.pace.width([SURE.best(limit - 1)]):
                 self._advance(tokens, count, new, min(most, limit))
             else:
                 self._steps(count, new, paused=True)
             before, count = count, int(self.state.count)
+            # Record a pause, merged with an adjacent one.
             if not (most or failed):
                 start = self.pauses.pop()[0] if self.pauses and self.pauses[-1][1] == before else before
                 self.pauses.append((start, count))
-            out = np.asarray(self.state.out)[:, before:count]  # on the host: each slice would be a program
+            out = np.asarray(self.state.out)[:, before:count]  # on the host, because each slice is another program
             for row, more in zip(tokens, out.tolist(), strict=True):
                 row.extend(t for t in more if t >= 0)
             yield tokens
 
     @property
     def _room(self) -> int:
-        """Tokens until the next flush, or until the one after it where it is due."""
+        """Tokens until the next flush, or until the one after it if a flush is due."""
         cache, fill = self.state.cache, int(self.state.cache.fill)
         return cache.room - (fill if fill < cache.room else cache.stay)
 
     def _guesses(self, tokens: list[list[int]], alive: list[bool], most: int) -> list[Guess]:
-        """After each row, its new tokens and the next one where it goes on; the drafter is told what it has not seen.
+        """Propose draft trees after each row and its next token; [] if the drafter fails.
 
-        None at all if the drafter fails.
+        A plain step's top tokens are passed to the drafter first, if it wants them.
         """
         state = self.state
         token = self.cost.begin(drawn, state.logits, self.sampling, state.cache.seen, state.used)
@@ -129,7 +150,7 @@ class Drafting:
         texts = [[*a, *b, *([t] if on and t != LOST else [])] for a, b, t, on in rows]
         self.known = [more if on else [] for more, on in zip(self.known, alive, strict=True)]
         with self.trial:
-            if self.drafter.top and not self.passed:  # a pass has told it of this token, a step has not
+            if self.drafter.top and not self.passed:  # a pass has already reported this token
                 newest = np.asarray([text[-2:-1] if on else [-1] for text, on in zip(texts, alive, strict=True)])
                 self.drafter.learn(newest, likeliest(np.asarray(self.state.logits), self.drafter.top)[:, None])
             longer = [[*text, *more] for text, more in zip(texts, self.known, strict=True)]
@@ -138,8 +159,9 @@ class Drafting:
         return []
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
-        """One pass of at most so many tokens if it pays for all rows that go on, which advance together; else steps."""
+        """Run one verification pass of at most `most` tokens if it pays for all live rows, else plain steps."""
         alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
+        # Propose, and choose the width for the rows that are alive.
         start = self.clock()
         guesses = self._guesses(tokens, alive, most - 1)
         if self.trial.failure:
@@ -149,19 +171,22 @@ class Drafting:
         self.pace.guessed(guessing, used=width > 0)
         if not width:
             return self._steps(count, new, paused=False)
+        # Verify.
         start, before = self.clock(), self.cost.compiling
         guesses, going = ([guess.best(width - 1) for guess in some] for some in (guesses, going))
         draft, top = drafts(guesses, width, self.params.config.vocab), self.drafter.top
         self.state, found = self.cost.begin(
             verify, self.params, self.state, self.sampling, draft, jnp.int32(new), full=full, top=top
         )
+        # Update counts and known tokens.
         came = int(self.state.count) - count - 1
         self.trial.came(came + 1)
         sure = [len(more) for more in self.known]
         self.alone += float(np.maximum(np.asarray(found.alone) - sure, 0)[alive].mean())
         later = ([t for t in row if t >= 0] for row in np.asarray(found.known).tolist())
-        # a pass of few tokens may reach less far than an earlier one
+        # A narrow pass may reach less far than an earlier one.
         self.known = [max(more, old[came + 1 :], key=len) for more, old in zip(later, self.known, strict=True)]
+        # Report to the drafter and to the pace.
         ids, likely = np.asarray(found.ids), None if found.top is None else np.asarray(found.top)
         with self.trial:
             self.drafter.learn(ids, likely)
@@ -172,25 +197,31 @@ class Drafting:
         self.drafted += max(len(guess.ids) for guess in going)
 
     def _steps(self, count: int, new: int, paused: bool) -> None:
-        """Some plain steps, to the end of a block at most; where drafting pauses, several and no look between."""
+        """Run plain steps, to the end of a block at most.
+
+        While drafting pauses, run several blocks at once, unless the reader may end rows in between.
+        """
         blocks = borders(self.state, min(count + self.pace.stride, new))[: None if paused and not self.watched else 1]
         start, before = self.clock(), self.cost.compiling
         for stop, full in blocks:
             self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(stop), full=full)
         ran = int(self.state.count) - count
         self.trial.came(ran)
-        seconds = None if any(full for _, full in blocks) else self._since(start, before)  # a flush is no step
+        seconds = None if any(full for _, full in blocks) else self._since(start, before)  # no flush times
         self.pace.stepped(seconds, ran, paused)
         self.passed, self.steps = False, self.steps + ran
         self.known = [more[ran:] for more in self.known]
 
     def _since(self, start: float, compiling: float) -> float | None:
-        """Seconds, or None where something was compiled: a program that runs for the first time takes longer too."""
+        """Return the seconds since `start`, or None if anything was compiled, because a first run is slower too."""
         return self.clock() - start if self.cost.compiling == compiling else None
 
 
 def drafts(guesses: list[Guess], width: int = NODES, words: int = 2**31) -> Draft:
-    """Guesses as one draft of so many tokens, whose node 0 is the root; words: of the model, which has no others.
+    """Convert trees to one draft of `width` tokens, whose node 0 is the root.
+
+    Args:
+        words: vocabulary size of the model; larger ids are clipped.
 
     >>> drafts([Guess([7, 8], [-1, 0], [1.0, 1.0])], 4).parent.tolist()
     [[-1, 0, 1, -1]]

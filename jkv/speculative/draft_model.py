@@ -1,4 +1,4 @@
-"""Drafts by models, through caches of their own."""
+"""Drafting by a model with its own KV cache."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ from jkv.prompts.prefill import prefilled
 from jkv.speculative.autoregressive import Drawing, Draws, Known
 from jkv.speculative.proposer import Refusal, Verifier
 
-PIECE = 8  # tokens that a model reads at a time
+PIECE = 8  # tokens per prefill of new text
 
 
 @dataclass
 class Through(Drawing):
-    """Guesses by a model, a smaller one or the model itself, through a cache of its own: its greedy tokens.
+    """Drafting by a model with its own KV cache: its greedy tokens.
 
-    Before each pass it reads the tokens that are new to it, PIECE at a time, and decodes from a copy of its cache, so
-    what is not taken leaves no trace.
+    The model may be a smaller one, or the verifier itself through a compressed cache. Before each pass it prefills the
+    new tokens, PIECE at a time, and decodes from a copy of its cache, so rejected tokens leave no trace.
 
-    Raises Refusal where the text does not fit the context or the cache.
+    Attributes:
+        params: the drafting model.
+        config: its cache's config.
+        cache: its cache, during a generation.
+        read: tokens of each row in the cache.
+
+    Raises:
+        Refusal: if the text does not fit the model's context or the cache.
     """
 
     params: Params
     config: CacheConfig = CacheConfig()
     cache: Cache | None = field(default=None, init=False, repr=False)
-    read: list[int] = field(default_factory=list, init=False, repr=False)  # tokens of each row in the cache
+    read: list[int] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.behind is not None:
             check(self.params, self.config)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Prefill the drafter's cache."""
         length, model = max(map(len, rows)), self.params.config
         if length + new > model.context:
             raise Refusal(
@@ -55,15 +63,17 @@ class Through(Drawing):
         super().begin(rows, new, verifier)
 
     def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
-        new = [n < len(row) for n, row in zip(self.read, rows, strict=True)]  # the others have ended
+        """Decode greedily after each row, from a copy of the cache."""
+        new = [n < len(row) for n, row in zip(self.read, rows, strict=True)]  # rows without new tokens have ended
         logits = self._reads(rows)
-        assert self.cache is not None and logits is not None  # the last token of a row is new
+        assert self.cache is not None and logits is not None  # a row's last token is always new
         draws = sampling.make(len(rows), logits.shape[1], seeds=[0] * len(rows), stop_ids=())
         state = Decoding.start(jax.tree.map(jnp.copy, self.cache), logits, PIECE, traced=True)
         state = replace(state, alive=jnp.asarray(new))
         return self.decoded(self._reaching(), state, draws, rows, most, [*map(self._known, known)])[0]
 
     def branch(self, rows: list[list[int]]) -> Through:
+        """Return a copy with its own cache after these rows."""
         self._reads(rows, keep=1)
         behind = None if self.behind is None else self.behind.branch(rows)
         branch = replace(self, behind=behind)
@@ -72,23 +82,28 @@ class Through(Drawing):
         return branch
 
     def end(self, rows: list[list[int]]) -> None:
+        """Free the cache."""
         self.cache = None
         super().end(rows)
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        """Tokens, those that only the verifying model has as the last of its own, which pads its words."""
+        """Clip token ids to this model's vocabulary, because the verifier's may be padded."""
         return np.minimum(np.asarray(ids, np.int64), self.params.config.vocab - 1).tolist()
 
     def _reaching(self) -> Params:
+        """Return the params with the cache's context, which is longer for a cache not bound to the model's context."""
         assert self.cache is not None
-        return replace(self.params, config=self.cache.model)  # a cache without end has a longer context
+        return replace(self.params, config=self.cache.model)  # may exceed the model's context
 
     def _reads(self, rows: list[list[int]], keep: int = 0) -> Array | None:
-        """Read what is new of rows but their last `keep` tokens; the logits f32[B,V] after it, None: nothing is new."""
+        """Prefill the new tokens of rows except their last `keep`, and return the logits f32[B,V] after them.
+
+        Returns None if nothing is new.
+        """
         assert self.cache is not None
         logits = None
         left = [len(row) - keep - n for n, row in zip(self.read, rows, strict=True)]
-        for later in range(PIECE * ((max(left) - 1) // PIECE), -1, -PIECE):  # rows end together, as `logits` asks for
+        for later in range(PIECE * ((max(left) - 1) // PIECE), -1, -PIECE):  # all rows end in the last chunk
             now = [min(max(x - later, 0), PIECE) for x in left]
             piece = [self._known(row[n : n + x]) for n, x, row in zip(self.read, now, rows, strict=True)]
             left = [x - y for x, y in zip(left, now, strict=True)]
@@ -98,7 +113,7 @@ class Through(Drawing):
 
 
 def check(params: Params, cache: CacheConfig | Cache) -> None:
-    """Raise ValueError for what drafts cannot be verified through."""
+    """Raise ValueError for a model or cache through which draft tokens cannot be verified."""
     if over(params) is not None:
         raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
     if params.config.mixers is not None:

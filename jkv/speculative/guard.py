@@ -1,4 +1,4 @@
-"""A drafter on trial: what it raises ends drafting, and never a generation."""
+"""Isolation of drafter errors: a failing drafter ends drafting, not the generation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from jkv.utils.errors import said, survivable
 
 @dataclass
 class Trial:
-    """Around each call of a drafter: tokens of a row that came before it failed, and its failure in one line.
+    """Context manager around each call of a drafter; records its first error.
 
-    An error of the drafter goes no farther, unless it is a Refusal or none that may be survived.
+    Errors are suppressed, unless they are a Refusal or not survivable (such as KeyboardInterrupt).
+
+    Attributes:
+        tokens: tokens per row before the failure.
+        failure: the error in one line; "" if none.
 
     >>> trial = Trial()
     >>> with trial:
@@ -26,11 +30,12 @@ class Trial:
     failure: str = ""
 
     def __enter__(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        """Record and suppress a survivable error."""
         if error is None or isinstance(error, Refusal) or not survivable(error):
             return False
         self.failure = self.failure or said(error)
@@ -38,10 +43,10 @@ class Trial:
 
     @property
     def failed(self) -> tuple[int, str] | None:
-        """From which token on, of those counted from the first, none was guessed, and why; None: it has not failed."""
+        """(index of the first token without drafts, error), or None."""
         return (self.tokens, self.failure) if self.failure else None
 
     def came(self, tokens: int) -> None:
-        """So many more, with the drafter."""
+        """Count tokens generated before a failure."""
         if not self.failure:
             self.tokens += tokens

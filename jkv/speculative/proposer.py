@@ -1,4 +1,4 @@
-"""Drafters: guesses of the next tokens, which one pass of the model verifies. No guess changes a token."""
+"""Drafters: draft trees that one pass of the model verifies. Drafts never change a token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from jkv.cache.cache import Decoding
 from jkv.core.sampling import Sampling
 from jkv.models import Params
 
-RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)  # how often the r-th likeliest token of before comes again
+# Probability that the next token is the r-th likeliest one after the same token's last occurrence.
+RANKS = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.01)
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A tree of guessed tokens of one row: ids i32[n] and parents i32[n], each before its children, -1: the row's last
-    token, which is the root; chance f[n]: how likely the drafter holds each token, with all of those before it."""
+    """A draft tree of one row.
+
+    Attributes:
+        ids: i32[n], token ids.
+        parent: i32[n], index of each token's parent, which precedes it; -1: the root, the row's last token.
+        chance: f[n], the drafter's probability that the token and all of its ancestors are accepted.
+    """
 
     ids: Sequence[int]
     parent: Sequence[int]
@@ -31,7 +37,7 @@ class Guess:
 
     @property
     def depths(self) -> list[int]:
-        """How many guessed tokens come before each.
+        """Number of draft tokens before each one.
 
         >>> Guess([7, 8, 9], [-1, 0, -1], [0.5, 0.4, 0.3]).depths
         [0, 1, 0]
@@ -42,7 +48,7 @@ class Guess:
         return out
 
     def best(self, n: int) -> Guess:
-        """The n likeliest of the tokens; none without its parent.
+        """Return the subtree of the n likeliest tokens.
 
         >>> Guess([7, 8, 9], [-1, 0, -1], [0.5, 0.2, 0.3]).best(2).ids
         [7, 9]
@@ -58,7 +64,7 @@ class Guess:
         return Guess(ids, parents, [self.chance[i] for i in kept])
 
     def after(self, tokens: Sequence[int]) -> Guess:
-        """What it says behind a chain of tokens that came; nothing if it says other ones.
+        """Return the subtree below a chain of tokens; empty if the tree does not contain it.
 
         >>> Guess([7, 8, 9], [-1, 0, 1], [0.5, 0.4, 0.2]).after([7, 8])
         Guess(ids=[9], parent=[-1], chance=[0.5])
@@ -77,7 +83,7 @@ class Guess:
         return Guess([self.ids[i] for i in kept], [index[self.parent[i]] for i in kept], chance)
 
     def behind(self, tokens: Sequence[int]) -> Guess:
-        """The same after a chain of tokens that are sure to come.
+        """Return the tree with a chain of certain tokens in front.
 
         >>> Guess([9], [-1], [0.5]).behind([7, 8])
         Guess(ids=[7, 8, 9], parent=[-1, 0, 1], chance=[1.0, 1.0, 0.5])
@@ -88,14 +94,14 @@ class Guess:
 
 
 def parted(rows: list[list[int]], verifier: Verifier | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Rows up to the token that comes next, and what is known behind it."""
+    """Split rows into tokens up to the next one, and the verifier's known tokens after it."""
     sizes = [0] * len(rows) if verifier is None else [len(known) for known in verifier.known]
     ends = [len(row) - n for row, n in zip(rows, sizes, strict=True)]
     return [r[:n] for r, n in zip(rows, ends, strict=True)], [r[n:] for r, n in zip(rows, ends, strict=True)]
 
 
 def legal(guesses: Sequence[Guess], rows: int) -> list[Guess]:
-    """The guesses; ValueError if they are not one a row, each a tree of tokens with a chance from 0 to 1.
+    """Return the trees; ValueError unless they are one valid tree per row.
 
     >>> legal([Guess([7], [0], [0.5])], 1)
     Traceback (most recent call last):
@@ -118,12 +124,19 @@ def legal(guesses: Sequence[Guess], rows: int) -> list[Guess]:
 
 
 class Refusal(ValueError):
-    """What a drafter's `begin` raises where it cannot serve what is asked for: an error, before any token."""
+    """Raised by a drafter's `begin` if it cannot serve the request; an error before any token."""
 
 
 class Verifier(Protocol):
-    """Who verifies guesses: a model, its state, and how it draws. Rows end in the token that comes next, and in those
-    after it, known, that an earlier pass drew and could not take, as other rows were behind."""
+    """The speculative decoding run, as a drafter sees it.
+
+    Attributes:
+        params: the verifying model.
+        state: state of its decode loop.
+        sampling: its sampling settings.
+        known: per row, tokens after its next one that an earlier pass drew and could not take, because another row
+            accepted fewer. Rows end with the next token and these.
+    """
 
     params: Params
     state: Decoding
@@ -133,10 +146,12 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses what follows. `top`: how many of the likeliest tokens after each drafted one `learn` is told;
-    `rows_change`: whether rows may come and go between two calls, as in a batch; `nbytes`: of what it holds.
+    """Interface of drafters. Any error except a Refusal in `begin` ends drafting; plain steps continue.
 
-    Whatever it raises, but a Refusal in `begin`, ends drafting, and plain steps go on.
+    Attributes:
+        top: number of top tokens per verified token that `learn` receives.
+        rows_change: whether rows may change between calls, as in continuous batching.
+        nbytes: bytes held.
     """
 
     top: int
@@ -146,39 +161,53 @@ class Drafter(Protocol):
     def nbytes(self) -> int: ...
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
-        """Rows of tokens, before any of at most `new` tokens is generated; of guesses for a drafter no verifier."""
+        """Start a generation of up to `new` tokens per row.
+
+        Args:
+            rows: prompt tokens per row.
+            verifier: None for a drafter whose tokens another drafter verifies.
+        """
         ...
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        """At most so many tokens after each row; where a row goes on, its last tokens are the verifier's next one and
-        what it knows behind that."""
+        """Propose up to `most` tokens per row; a live row ends with the next token and its known continuation."""
         ...
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
-        """Verified tokens i32[B,N], -1 none, and the likeliest after each, i32[B,N,top]."""
+        """Learn from verified tokens i32[B,N], -1 for none, and the top tokens after each, i32[B,N,top]."""
         ...
 
     def branch(self, rows: list[list[int]]) -> Drafter:
-        """A drafter after rows that will stay, for guesses after these that another drafter verifies: what it is asked
-        and told leaves this one's rows as they are."""
+        """Return a drafter that continues from `rows`, whose draft tokens another drafter verifies.
+
+        The given rows are final. Calls of the branch leave this drafter's rows unchanged.
+        """
         ...
 
     def end(self, rows: list[list[int]]) -> None:
-        """Rows with all that was generated after them."""
+        """End a generation; `rows` include all generated tokens."""
         ...
 
 
 @dataclass
 class Suffix:
-    """Guesses by what followed the same words before (SuffixDecoding, 2411.04975).
+    """Suffix matching: draft what followed the same tokens before (SuffixDecoding, 2411.04975).
 
     For each length m of a match of the row's newest tokens, in the row and in the outputs of earlier generations, the
-    likeliest continuation of at most alpha * m + beta tokens, p the product of its shares of the counts, is followed
-    while p >= p_min; its score is the sum of p. The best score wins, among equals the longer match, then the row's own;
-    of tokens that came equally often the one that came first. A match in the row counts the newest tokens themselves,
-    as in the authors' code. depth: tokens of a match and its continuation at most; limit: tokens of earlier outputs
-    that are kept, the newest; the authors also look at what other rows are generating. Counts are taken from the
-    texts, which stay as they are, instead of from a tree of suffixes: the same numbers.
+    likeliest continuation is followed for at most alpha * m + beta tokens while p >= p_min, where p is the product of
+    its shares of the counts. Its score is the sum of p. The best score wins; ties prefer the longer match, then the
+    row's own; among equally frequent tokens, the first seen. As in the authors' code, a match in the row includes the
+    newest tokens themselves. Unlike theirs, the outputs of concurrent rows are not searched. Counts are computed from
+    the raw texts instead of a suffix tree, with the same numbers.
+
+    Attributes:
+        alpha: maximum continuation per matched token.
+        beta: added to the maximum continuation.
+        p_min: minimum probability, in (0, 1].
+        depth: maximum tokens of a match plus its continuation.
+        limit: tokens of earlier outputs to keep, the newest.
+        outputs: these tokens; -1 separates outputs.
+        starts: prompt length of each row.
 
     >>> guess = Suffix().propose([[1, 2, 3, 1, 2]], 8)[0]
     >>> guess.ids, guess.chance
@@ -205,39 +234,45 @@ class Suffix:
                 raise ValueError(f"suffix: {name}={x!r}; give {number}, {least} or more")
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
+        """Record the prompt lengths."""
         self.starts = [len(row) for row in rows]
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
+        """Propose the best continuation of each row."""
         return [self._best(np.asarray(row, np.int32), most) for row in rows]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
-        """Nothing: rows are read where they are."""
+        """Do nothing: rows are searched directly."""
 
     def branch(self, rows: list[list[int]]) -> Suffix:
+        """Return itself, because proposals change nothing."""
         return self
 
     def end(self, rows: list[list[int]]) -> None:
+        """Keep the outputs for later generations."""
         outputs = [row[start:] for row, start in zip(rows, self.starts, strict=True)]
         new = [np.asarray([*x, -1], np.int32) for x in outputs if x]
         self.outputs = np.concatenate([self.outputs, *new])[-self.limit :] if self.limit else self.outputs
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the kept outputs."""
         return self.outputs.nbytes
 
     def _best(self, row: np.ndarray, most: int) -> Guess:
+        """Return the better proposal of the row and the earlier outputs."""
         own, past = (self._of(text, row, most) for text in (row, self.outputs))
         return past if sum(past.chance) > sum(own.chance) else own
 
     def _of(self, text: np.ndarray, row: np.ndarray, most: int) -> Guess:
-        """The best guess by one text."""
+        """Return the best proposal from one text, over all match lengths."""
         best, last, far = Guess([], [], []), min(len(row) - 1, self.depth), 0
         ends = np.flatnonzero(text == row[-1]) if len(row) else np.zeros(0, np.int64)
         for m in range(1, last + 1):
             longer = ends[ends >= m]
             longer = longer[text[longer - m] == row[-m - 1]] if m < last else longer[:0]
             far = max(far, min(most, int(self.alpha * m + self.beta), self.depth - m))
-            if len(longer) < len(ends):  # or a token more matches at the same places: they are followed once
+            if len(longer) < len(ends):  # else the longer match has the same places; follow once
                 ids, chance = self._follow(text, ends, far)
                 if ids and sum(chance) >= sum(best.chance):
                     best = Guess(ids, list(range(-1, len(ids) - 1)), chance)
@@ -246,14 +281,14 @@ class Suffix:
         return best
 
     def _follow(self, text: np.ndarray, ends: np.ndarray, most: int) -> tuple[list[int], list[float]]:
-        """The likeliest tokens after places of a text, and their probabilities."""
+        """Return the likeliest tokens after places of a text, and their probabilities."""
         ids: list[int] = []
         chance: list[float] = []
         p = 1.0
         while len(ids) < most:
             after = ends[ends + 1 < len(text)] + 1
             tokens = text[after]
-            if not (tokens >= 0).any():  # -1: where an output ended
+            if not (tokens >= 0).any():  # -1: end of an output
                 break
             values, first, counts = np.unique(tokens[tokens >= 0], return_index=True, return_counts=True)
             likeliest = np.lexsort((first, -counts))[0]
@@ -269,14 +304,20 @@ class Suffix:
 
 @dataclass
 class Recycling:
-    """Guesses by the likeliest tokens after each token when it was last verified (Token Recycling, 2408.08696).
+    """Token recycling: draft the top tokens after each token's last verification (Token Recycling, 2408.08696).
 
-    A table i32[V,8], zeros at first, is read level by level: node (parent, r) is the r-th likeliest after its parent's
-    token. After a pass the likeliest tokens after every verified token, taken or not, replace its line; of equal tokens
-    the first breadth-first counts. The tree has the nodes that are likeliest if the token of rank r comes with
-    probability RANKS[r], where the authors' has 80 of its own. Rows share the table, which stays from one generation to
-    the next. Beyond the paper: a token's successor in a row, of the prompt too, comes to the front of its line, and
-    what follows a token whose line is empty has no chance.
+    A table i32[V,8], initially zero, is read level by level: node (parent, r) is the r-th likeliest token after its
+    parent's. After a pass, the top tokens after every verified token, accepted or not, replace its line; for a repeated
+    token the first in breadth-first order counts. The tree consists of the likeliest nodes if the token of rank r is
+    accepted with probability RANKS[r]; the authors' fixed tree has 80 nodes. Rows share the table, which is kept across
+    generations. Beyond the paper, a token's successor in a row, prompt included, moves to the front of its line, and
+    tokens after an empty line have chance 0.
+
+    Attributes:
+        vocab: vocabulary size of the model.
+        table: top successors per token.
+        met: known entries of each line.
+        read: rows whose successors are in the table; None for a branch, whose rows may be rejected.
 
     >>> one = Recycling(100)
     >>> [guess.parent for guess in one.propose([[1, 2, 3]], 3)]
@@ -289,8 +330,7 @@ class Recycling:
     top: int = field(default=len(RANKS), init=False)
     rows_change: bool = field(default=True, init=False, repr=False)
     table: np.ndarray = field(init=False, repr=False)
-    met: np.ndarray = field(init=False, repr=False)  # entries of each line that are known
-    # Rows whose successors are known. None: of a branch, whose rows may be refused.
+    met: np.ndarray = field(init=False, repr=False)
     read: list[list[int]] | None = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -299,14 +339,16 @@ class Recycling:
         self.table, self.met = np.zeros((self.vocab, self.top), np.int32), np.zeros(self.vocab, np.int32)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:
-        """What was learned stays, and rows that go on in their places are not read again."""
+        """Do nothing: the table is kept, and continued rows are not read again."""
 
     def propose(self, rows: list[list[int]], most: int, verifier: Verifier | None = None) -> list[Guess]:
-        self._reads(parted(rows, verifier)[0])  # a block's end forgets what is known
+        """Propose a tree per row from the table."""
+        self._reads(parted(rows, verifier)[0])  # known tokens may be dropped at a block's end
         tree = template(most)
         return [self._filled(row[-1], *tree) for row in rows]
 
     def learn(self, ids: np.ndarray, top: np.ndarray | None) -> None:
+        """Replace the lines of verified tokens by their top tokens."""
         assert top is not None
         for row, best in zip(ids, top, strict=True):
             tokens, first = np.unique(row, return_index=True)
@@ -314,21 +356,23 @@ class Recycling:
             self.table[row[first]], self.met[row[first]] = best[first], self.top
 
     def branch(self, rows: list[list[int]]) -> Recycling:
-        """The table is the same."""
+        """Return a drafter that shares the table."""
         self._reads(rows)
         branch = copy(self)
         branch.read = None
         return branch
 
     def end(self, rows: list[list[int]]) -> None:
+        """Read the generated tokens into the table."""
         self._reads(rows)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the table."""
         return self.table.nbytes + self.met.nbytes
 
     def _reads(self, rows: list[list[int]]) -> None:
-        """Successors that are new in rows come to the front."""
+        """Move new successors in rows to the front of their lines."""
         if self.read is None:
             return
         for before, row in zip_longest(self.read[: len(rows)], rows, fillvalue=[]):
@@ -341,6 +385,7 @@ class Recycling:
         self.read = [[*row] for row in rows]
 
     def _filled(self, root: int, parent: list[int], rank: list[int], expected: list[float]) -> Guess:
+        """Fill a tree's ranks with tokens from the table."""
         ids: list[int] = []
         chance: list[float] = []
         for p, r, x in zip(parent, rank, expected, strict=True):
@@ -352,7 +397,7 @@ class Recycling:
 
 @lru_cache
 def template(most: int) -> tuple[list[int], list[int], list[float]]:
-    """Parents and ranks of the `most` likeliest nodes of a tree, breadth first, and their probabilities.
+    """Return parents, ranks and probabilities of the `most` likeliest nodes of a tree, in breadth-first order.
 
     >>> template(2)
     ([-1, 0], [0, 0], [0.5, 0.25])

@@ -1,4 +1,4 @@
-"""A drafter that was distilled from the model that it drafts for: it goes on from what that model predicts."""
+"""A recurrent drafter distilled from its model, after ReDrafter."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from jkv.speculative.draft_length import NODES, ROW
 from jkv.speculative.proposer import Verifier
 
 METHOD = "drafter"
-STEP = ".step"  # after the name of matrices in codes: what they are multiplied by
-NEWEST = 4  # tokens that it begins with: the next one, and those before it
-SEEN = 4  # logits of which the hidden numbers are found again, for each of those
+STEP = ".step"  # suffix for the scales of quantized matrices
+NEWEST = 4  # tokens that the initial state reads: the next one, and the three before it
+SEEN = 4  # logits per hidden number that are used to recover the hidden state
 
 
 @value
 class Net:
-    """A recurrent network of R numbers for a model of E, after ReDrafter (2403.09919).
+    """A recurrent network of width R for a model of width E, after ReDrafter (2403.09919).
 
     h_0 = U u + sum_j N_j e(x_{t-j}), j = 0 to 2
     h_k = B_2(B_1(h_{k-1} + S n(h_{k-1}) + X e(x_{t+k})))
     B(h) = h + D (silu(G n(h)) * (P n(h)))
     u_k = n(O n(h_k)), q_k = head(u_k)
 
-    u f32[E]: the model's last hidden numbers after token t, of root mean square 1, and u_k after token t + k; q_k: the
-    logits of token t + k + 1; e: a token's embedding, of root mean square 1; n(h) = h / rms(h); head: the model's own,
-    of some of its tokens. Each matrix is [out, in].
+    u f32[E]: the model's last hidden state after token t, with root mean square 1, and u_k after token t + k. q_k: the
+    logits of token t + k + 1. e: a token's embedding, with root mean square 1. n(h) = h / rms(h). head: the model's
+    own, for part of its vocabulary. Each matrix is [out, in].
     """
 
     hidden: Array  # U
@@ -54,8 +54,13 @@ class Net:
 
 @value
 class Ends:
-    """What a drafter has of its model, which is in no folder. bare: without blocks, with the head of the words alone;
-    words i32[n]: the model's token of each; back f32[m,E]: makes hidden numbers u of the logits z = W u of m words."""
+    """The parts of the verifying model that a drafter uses, which are not in its folder.
+
+    Attributes:
+        bare: the model without blocks, and with the head of the drafter's words only.
+        words: i32[n], the model's token of each word.
+        back: f32[m,E], recovers the hidden state u from the logits z = W u of m words.
+    """
 
     bare: Params
     words: Array
@@ -63,12 +68,12 @@ class Ends:
 
     @property
     def some(self) -> np.ndarray:
-        """i[m]: the words whose logits tell the hidden numbers."""
+        """i[m], the words whose logits recover the hidden state."""
         return spread(self.words.shape[0], self.back.shape[0])
 
 
 def spread(n: int, m: int) -> np.ndarray:
-    """i32[m]: numbers below n, from the first to the last, evenly.
+    """Return i32[m], evenly spaced numbers from 0 to n - 1.
 
     >>> spread(9, 3).tolist()
     [0, 4, 8]
@@ -77,10 +82,10 @@ def spread(n: int, m: int) -> np.ndarray:
 
 
 def ends(params: Params, words: np.ndarray) -> Ends:
-    """The embedding of a model, and its head of some tokens, in float32.
+    """Return a model's embedding, and its head for some tokens, in float32.
 
-    back = W (W' W)^-1, by least squares, where W is what the head makes of hidden numbers of root mean square 1; those
-    that no logit depends on are 0.
+    back = W (W' W)^-1 by least squares, where W maps hidden states of root mean square 1 to logits. Directions that no
+    logit depends on are 0.
 
     >>> from jkv import models
     >>> ends(models.random(models.TINY), np.arange(10)).bare.head.shape
@@ -90,7 +95,7 @@ def ends(params: Params, words: np.ndarray) -> Ends:
     head = rows(table, jnp.asarray(words)).astype(jnp.float32)
     bare = replace(params.ends, head=head, norm=params.norm.astype(jnp.float32), tokenizer=None)
     width = head.shape[1]
-    each = family(bare.config).head(bare, jnp.eye(width)[None])[0].T / jnp.sqrt(width)  # of numbers of rms 1
+    each = family(bare.config).head(bare, jnp.eye(width)[None])[0].T / jnp.sqrt(width)  # rms 1
     m = min(len(words), SEEN * width)
     some = np.asarray(each, np.float64)[spread(len(words), m)]
     gram = some.T @ some
@@ -100,17 +105,22 @@ def ends(params: Params, words: np.ndarray) -> Ends:
 
 
 def found(back: Array, z: Array) -> Array:
-    """u f32[...,E] of root mean square 1, of the logits f32[...,m] of those words."""
+    """Recover u f32[...,E], with root mean square 1, from the logits f32[...,m] of the selected words."""
     return _even(z @ back)
 
 
 def begun(net: Net, bare: Params, u: Array, before: Array) -> Array:
-    """h_0 f32[...,R], of u f32[...,E] and the tokens i32[...,NEWEST - 1] up to it, the newest first, -1: none."""
+    """Return h_0 f32[...,R].
+
+    Args:
+        u: f32[...,E].
+        before: i32[...,NEWEST - 1], the tokens up to u's, the newest first; -1: none.
+    """
     return u @ net.hidden.T + jnp.einsum("...je,jre->...r", _embedded(bare, before), net.newest)
 
 
 def followed(net: Net, bare: Params, h: Array, token: Array) -> Array:
-    """h_k f32[...,R] of h_{k-1} and the token i32[...] after it."""
+    """Return h_k f32[...,R] from h_{k-1} and the next token i32[...]."""
     h = h + _even(h) @ net.state.T + _embedded(bare, token) @ net.word.T
     for gate, up, down in zip(net.gate, net.up, net.down, strict=True):
         y = _even(h)
@@ -119,22 +129,22 @@ def followed(net: Net, bare: Params, h: Array, token: Array) -> Array:
 
 
 def foreseen(net: Net, h: Array) -> Array:
-    """u_k f32[...,E] of h_k."""
+    """Return u_k f32[...,E] from h_k."""
     return _even(_even(h) @ net.out.T)
 
 
 def said(bare: Params, u: Array) -> Array:
-    """q_k f32[B,T,n], of u_k f32[B,T,E]."""
+    """Return the logits q_k f32[B,T,n] from u_k f32[B,T,E]."""
     return family(bare.config).head(bare, u)
 
 
 def _even(x: Array) -> Array:
-    """x / rms(x), over the last axis."""
+    """Return x / rms(x), over the last axis."""
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
 
 
 def _embedded(bare: Params, ids: Array) -> Array:
-    """e f32[...,E] of tokens i32[...]; 0 of -1."""
+    """Return the embeddings e f32[...,E] of tokens i32[...]; 0 for -1."""
     some = ids.reshape(1, -1)
     x = family(bare.config).embed(bare, jnp.maximum(some, 0)).astype(jnp.float32)
     return jnp.where(some[..., None] >= 0, _even(x), 0).reshape(*ids.shape, -1)
@@ -144,12 +154,20 @@ def _embedded(bare: Params, ids: Array) -> Array:
 def chains(
     net: Net, ends: Ends, logits: Array, newest: Array, known: Array, most: Array, odds: Array
 ) -> tuple[Array, Array]:
-    """Tokens i32[B,N] behind rows, -1: none, and their probabilities.
+    """Draw one chain of tokens per row.
 
-    logits f32[B,V]: the model's newest; newest i32[B,NEWEST]: a row's tokens, the one that comes next first, -1: none;
-    known i32[B,N]: those that come behind that, -1: none; odds f32[2]: bias and slope of `Odds`. A chain ends after
-    `most`, and all end where none is likely to come as far in more than ROW of all cases: where a pass is slow, what
-    one more token brings is then less than it costs.
+    A chain ends after `most` tokens. All end when no row's chance of full acceptance exceeds ROW: on slow passes, one
+    more token then brings less than it costs.
+
+    Args:
+        logits: f32[B,V], the model's newest.
+        newest: i32[B,NEWEST], each row's tokens, the next one first; -1: none.
+        known: i32[B,N], known tokens after the next one; -1: none.
+        most: maximum tokens.
+        odds: f32[2], bias and slope of `Odds`.
+
+    Returns:
+        Tokens i32[B,N], -1: none; and their probabilities f32[B,N].
     """
     bare, some = ends.bare, ends.words[ends.some]
     h = begun(net, bare, found(ends.back, logits[:, some]), newest[:, 1:])
@@ -176,7 +194,7 @@ def chains(
 
 
 def packed(net: Net, words: np.ndarray) -> dict[str, np.ndarray]:
-    """What a folder holds of a drafter: matrices in 8 bits with a step for each output, and its words."""
+    """Return a drafter's arrays for storage: int8 matrices with a scale per output, and the words."""
     arrays = {"words": words.astype(np.int32)}
     for f in fields(Net):
         coded = int8(np.asarray(getattr(net, f.name)), np.dtype(np.float32))
@@ -185,12 +203,12 @@ def packed(net: Net, words: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def wide(name: str) -> bool:
-    """Which arrays of a folder are kept in float32."""
+    """Whether an array of this name is stored in float32."""
     return name.endswith(STEP)
 
 
 def like(width: int, inner: int) -> Net:
-    """Zeros, as many as a drafter has of `inner` numbers for a model of `width`."""
+    """Return a zero network of width `inner` for a model of width `width`."""
     of = partial(jnp.zeros, dtype=jnp.float32)
     return Net(
         hidden=of((inner, width)),
@@ -205,7 +223,7 @@ def like(width: int, inner: int) -> Net:
 
 
 def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> tuple[Net, np.ndarray]:
-    """The drafter that `packed` made for a model, and its words; FormatError for other arrays."""
+    """Rebuild the network and words that `packed` stored; FormatError for other arrays."""
     wrong = trained_weights.unlike(folder, arrays, METHOD)
     try:
         words, inner = arrays["words"], len(arrays["state"])
@@ -213,6 +231,7 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
         raise wrong from error
     if words.ndim != 1 or not words.size or words.min() < 0 or words.max() >= params.config.vocab or not inner:
         raise wrong
+    # Compare names, shapes and types with those of a zero network.
     forms = [
         {name: (x.shape, x.dtype) for name, x in some.items()}
         for some in (arrays, packed(like(params.config.width, inner), words))
@@ -224,24 +243,29 @@ def unpacked(arrays: Mapping[str, np.ndarray], params: Params, folder: str) -> t
 
 
 def read(folder: str) -> tuple[str, dict[str, np.ndarray], tuple[str, ...]]:
-    """A folder of `jkv train drafter`, its arrays, and the fingerprints of the models that it is for."""
+    """Read a folder written by `jkv train drafter`: its path, arrays, and the fingerprints of its models."""
     arrays, card = trained_weights.read(folder, METHOD)
     return folder, arrays, tuple(card["model"])
 
 
 @dataclass
 class Distilled(Chains):
-    """Guesses by a small network that learned what the model which verifies says next (ReDrafter, 2403.09919).
+    """Drafting by a small recurrent network distilled from the verifying model (ReDrafter, 2403.09919).
 
-    It begins with what that model predicts, whose hidden numbers it finds in the logits, and goes on token by token
-    (`Net`). So it reads no prompt, holds nothing of a row, and rows may come and go. It says the model's commonest
-    tokens only. Beside the paper: the three tokens before are read too, one chain is drawn instead of a beam, and its
-    matrices have 8 bits.
+    It starts from the model's hidden state, recovered from the logits, and continues token by token (`Net`). So it
+    needs no prefill, holds no per-row state, and rows may change between calls. It drafts only the model's most
+    frequent tokens. Unlike the paper, it also reads the three tokens before, draws one chain instead of a beam, and
+    stores int8 matrices.
 
-    folder: of `jkv train drafter`; None: the one that comes with jkv for this model.
+    Attributes:
+        params: the verifying model.
+        folder: written by `jkv train drafter`; None: the one shipped with jkv for this model.
+        net: the network.
+        ends: the model's embedding and head.
 
-    Raises ValueError for weights that were made for another model, or where none come with jkv, and FormatError for a
-    folder of something else.
+    Raises:
+        ValueError: for weights of another model, or if none are shipped for this one.
+        FormatError: for a folder with other contents.
     """
 
     params: Params
@@ -258,10 +282,11 @@ class Distilled(Chains):
         self.net, words = unpacked(arrays, self.params, folder)
         self.ends = ends(self.params, words)
         self.nbytes = tree_bytes((self.net, self.ends.bare.head, self.ends.back))
-        # what it learned are probabilities of drawn tokens, and greedy ones come more often
+        # It was trained on sampled tokens; greedy ones are accepted more often.
         self.odds.bias, self.odds.slope = 1.0, 5.0
 
     def draw(self, rows: list[list[int]], most: int, verifier: Verifier | None = None, known: Known = ()) -> Draws:
+        """Draw one chain per row from the verifier's logits."""
         assert verifier is not None
         known = known or [[] for _ in rows]
         newest = [_filled(row[: -NEWEST - 1 : -1], NEWEST) for row in rows]
@@ -274,16 +299,18 @@ class Distilled(Chains):
         return [_new(ids, qs, len(more)) if on else ([], []) for ids, qs, more, on in each]
 
     def branch(self, rows: list[list[int]]) -> Distilled:
+        """Return a copy that shares the weights."""
         branch = copy(self)
         branch.newest = []
         return branch
 
 
 def _filled(ids: Sequence[int], n: int) -> list[int]:
+    """Pad or cut ids to n, with -1."""
     return [*ids, *[-1] * n][:n]
 
 
 def _new(ids: list[int], qs: list[float], n: int) -> tuple[list[int], list[float]]:
-    """Of a chain the tokens behind the n that are known."""
+    """Return the chain's tokens and probabilities after its n known ones."""
     made = [(t, q) for t, q in zip(ids, qs, strict=True) if t >= 0][n:]
     return [t for t, _ in made], [q for _, q in made]

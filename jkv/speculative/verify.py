@@ -1,4 +1,4 @@
-"""Verification: several drafted tokens in one pass over a cache, which takes those that decoding would have drawn."""
+"""Verification of draft trees in one pass: accept the tokens that plain decoding would have drawn."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ from jkv.protocols import Columns
 
 @value
 class Draft:
-    """A tree of drafted tokens of each row: ids i32[B,N]; parent i32[B,N], the index of a node before it, -1: no token.
+    """A draft tree per row, as arrays.
 
-    Node 0 is the root, the next token of the row: its id and parent are not read, as the state's logits give it.
+    Node 0 is the root, the row's next token; its id and parent are ignored, because the state's logits determine it.
+
+    Attributes:
+        ids: i32[B,N].
+        parent: i32[B,N], index of an earlier node; -1: no token.
     """
 
     ids: Array
@@ -44,8 +48,16 @@ class Draft:
 
 @value
 class Walk:
-    """The path through a draft: node i32[B] it has come to, path i32[B,N] of nodes, n i32[B] of them, the token i32[B]
-    that is drawn after them, -1 where the row ends, and those that the row has used; on bool[B]: it may go on."""
+    """The accepted path through a draft tree.
+
+    Attributes:
+        node: i32[B], current node.
+        path: i32[B,N], nodes so far.
+        n: i32[B], their number.
+        token: i32[B], the token drawn after the path; -1: the row has ended.
+        used: bool[B,V], tokens of the row, for the penalty, or None.
+        on: bool[B], whether the walk may continue.
+    """
 
     node: Array
     path: Array
@@ -57,9 +69,14 @@ class Walk:
 
 @value
 class Verdict:
-    """Of a pass: the nodes' tokens i32[B,N], -1 none; how many of them each row would have taken alone, i32[B]; known
-    i32[B,N], those that follow the row's next token by what the pass drew, -1 none; and the likeliest after each node,
-    i32[B,N,top], or None."""
+    """The result of a verification pass.
+
+    Attributes:
+        ids: i32[B,N], the nodes' tokens; -1: none.
+        alone: i32[B], tokens that each row would have accepted alone.
+        known: i32[B,N], tokens drawn after the row's new next token; -1: none.
+        top: i32[B,N,top], top tokens after each node, or None.
+    """
 
     ids: Array
     alone: Array
@@ -83,14 +100,24 @@ def verify(
     top: int = 0,
     run: Run = call,
 ) -> tuple[Decoding, Verdict]:
-    """The state after the drafted tokens that decoding would have drawn, and what the pass found out.
+    """Verify draft trees in one pass, and advance all rows by the draft tokens that plain decoding would have drawn.
 
-    At least one token, and no more than fit the recent window or columns below `stop` of `out`: flushes fall on the
-    tokens of plain decoding. Rows advance together, by the fewest tokens that one of those alive takes; what others
-    drew beyond is told, for their next drafts. A token is drawn with the noise of its row and position, so it is the
-    token of plain decoding whatever was drafted. full: as of `run_block`; top: of the likeliest tokens after each node,
-    how many are told. Blocks that recur and selectors that remember steps would take in refused tokens too; those that
-    follow other layers do not see them.
+    A pass takes at least one token, and no more than fit into the recent window and below `stop` columns of `out`, so
+    flushes fall on the same tokens as in plain decoding. Rows advance together, by the fewest tokens that a live row
+    accepts; tokens drawn beyond are returned as known for the next drafts. Noise depends on row and position only, so
+    the tokens are those of plain decoding, whatever was drafted.
+
+    Not supported: recurrent blocks and selectors that remember steps, because they would take in rejected tokens too,
+    and selectors that follow other layers, because they do not see those layers' picks here.
+
+    Args:
+        state: donated.
+        stop: i32[], columns of `out` at which to end.
+        full: whether the recent windows may be full, as in `run_block`.
+        top: number of top tokens after each node to return.
+
+    Returns:
+        The state after the accepted tokens, and the Verdict.
     """
     cache = state.cache
     if full:
@@ -109,20 +136,28 @@ def verify(
 def verified(
     params: Params, plan: Views, state: Decoding, sampling: Sampling, draft: Draft, stop: Array, top: int
 ) -> tuple[Decoding, Verdict]:
-    """`verify` of a state whose recent windows have room; its cache is bare, plan: its `views`."""
+    """Verify draft trees from a state whose recent windows have capacity.
+
+    Args:
+        plan: the `views` of the cache.
+        state: its cache is bare.
+    """
     cache, ends = state.cache, params.ends
     root = sample(state.logits, sampling, cache.seen, state.used)
     draft = replace(draft, ids=draft.ids.at[:, 0].set(root), parent=draft.parent.at[:, 0].set(-1))
+    # Positions and visibility in the trees.
     sees = ancestors(draft.parent)
     live = ((draft.parent >= 0) | (jnp.arange(sees.shape[1]) == 0)[None]) & state.alive[:, None]
     pos = jnp.where(live, cache.seen[:, None] + sees.sum(-1) - 1, -1)
     ids = jnp.where(live, draft.ids, -1)
+    # One forward pass over all nodes.
     x = family(cache.model).embed(ends, jnp.maximum(draft.ids, 0))
     made: tuple[tuple[Window, Queries | None], ...] = ()
     for i in range(cache.model.depth):
         x, new = drafted(params.block(i), cache.reads(i, cache.layers[:i], plan[i]), plan[i], x, pos, ids, sees)
         made += (new,)
     logits = family(cache.model).head(ends, x)
+    # Accept the path of drawn tokens, by the row with the fewest, and commit it.
     most = jnp.minimum(cache.room - cache.fill, stop - state.count)
     walk = walked(logits, draft, sampling, cache.seen, state.used, most)
     alive = state.alive
@@ -134,9 +169,9 @@ def verified(
 
 
 def ancestors(parent: Array) -> Array:
-    """bool[B,N,N]: which nodes each one descends from, itself too, of parents i32[B,N].
+    """Return bool[B,N,N], each node's ancestors including itself, from parents i32[B,N].
 
-    (I + P)^N > 0 of the matrix P of parents, by squaring.
+    (I + P)^N > 0 for the parent matrix P, by repeated squaring.
     """
     n = parent.shape[1]
     reach = jnp.eye(n, dtype=bool)[None] | (parent[:, :, None] == jnp.arange(n)[None, None])
@@ -149,8 +184,17 @@ def ancestors(parent: Array) -> Array:
 def drafted(
     one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, ids: Array, sees: Array
 ) -> tuple[Array, tuple[Window, Queries | None]]:
-    """A block's output for x [B,N,E] of drafted tokens i32[B,N] at pos i32[B,N], what they would add to its layer's
-    window, and their queries, if the layer keeps some."""
+    """Run one block on draft tokens.
+
+    Args:
+        x: [B,N,E], the block's input.
+        pos: i32[B,N], positions; -1: none.
+        ids: i32[B,N], token ids; -1: none.
+        sees: bool[B,N,N], ancestors of each node.
+
+    Returns:
+        The block's output; the window entries of the draft tokens; and their queries, if the layer keeps queries.
+    """
     model = one.config
     rope, recent, dtype = model.ropes[0], layer.recent, layer.recent.k.dtype
 
@@ -174,7 +218,12 @@ def drafted(
 def _attend_each(
     q: Array, pos: Array, columns: Columns, plan: LayerView, tier: Tier, config: TierView, rope: Rope, scale: Scale
 ) -> Partial:
-    """Queries [B,H,G,N,D] over a tier; a selector picks for each token alone, as in steps; columns f32[B,H,N]."""
+    """Attend to a tier; a selector picks for each token alone, as in single steps.
+
+    Args:
+        q: [B,H,G,N,D].
+        columns: f32[B,H,N].
+    """
     if config.select is None:
         return attend_tier(q, causal(pos, plan.window), tier, config, rope, scale)
 
@@ -189,11 +238,11 @@ def _attend_each(
 
 
 def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: Array | None, most: Array) -> Walk:
-    """The path of the tokens that are drawn, node by node, from logits f32[B,N,V] after each; at most `most` nodes."""
+    """Walk each row's tree along the tokens drawn from logits f32[B,N,V] after each node, for at most `most` nodes."""
     rows, (b, n) = jnp.arange(draft.ids.shape[0]), draft.ids.shape
 
     def draw(walk: Walk) -> Walk:
-        """The walk at the child of its node that has the token drawn there."""
+        """Move the walk to the child that has the token drawn at the current node, if any."""
         own = draft.ids[rows, walk.node]
         used = walk.used if walk.used is None else walk.used.at[rows, own].max(walk.on)
         token = sample(logits[rows, walk.node], sampling, seen + walk.n, used)
@@ -212,7 +261,12 @@ def walked(logits: Array, draft: Draft, sampling: Sampling, seen: Array, used: A
 
 
 def beyond(ids: Array, walk: Walk, n: Array) -> Array:
-    """i32[B,N]: of the nodes' ids i32[B,N] those on a walk behind its first n + 1, then the token drawn after it."""
+    """Return i32[B,N], the tokens of a walk after its first n + 1, followed by the token drawn at its end; -1: none.
+
+    Args:
+        ids: i32[B,N], the nodes' tokens.
+        n: i32[], accepted nodes.
+    """
     b, most = ids.shape
     turn, none = jnp.arange(most)[None], jnp.full((b, most + 1), -1)
     own = jnp.where(turn < walk.n[:, None], take_along(ids, walk.path, 1), -1)
@@ -230,13 +284,15 @@ def _committed(
     n: Array,
     sampling: Sampling,
 ) -> Decoding:
-    """The state after the first n i32[] nodes of each row's path i32[B,N]."""
+    """Return the state after the first n nodes of each row's path i32[B,N]."""
     cache, (b, most) = state.cache, path.shape
     turn = jnp.arange(most)
     taken, alive = turn < n, state.alive
+    # Recent windows and query rings.
     layers = tuple(
         _held(x, new, p, path, cache.fill, taken) for x, new, p in zip(cache.layers, made, plan, strict=True)
     )
+    # Output columns, penalties and trace.
     ids = jnp.where(taken[None] & alive[:, None], take_along(draft.ids, path, 1), -1)
     columns = jnp.where(taken, state.count + turn, state.out.shape[1])
     rows = jnp.arange(b)
@@ -247,6 +303,7 @@ def _committed(
     if trace is not None:
         before = jnp.concatenate([state.logits[:, None], after[:, :-1]], 1)
         trace = trace.at[:, columns].set(before, mode="drop")
+    # Logits, ends of rows, counts.
     last = jax.lax.dynamic_index_in_dim(after, n - 1, 1, keepdims=False)
     ended = ((ids[:, :, None] == sampling.stop_ids[None, None]) & taken[None, :, None]).any((1, 2))
     seen = cache.seen + alive.astype(jnp.int32) * n
@@ -271,7 +328,7 @@ def _held(
     fill: Array,
     taken: Array,
 ) -> LayerCache:
-    """The layer whose recent window, and ring of queries, have the nodes of the path that are taken, bool[N]."""
+    """Write the accepted nodes, bool[N] of the path, into a layer's recent window and ring of queries."""
     (window, queries), recent, ring = new, layer.recent, layer.queries
     room, turn = recent.pos.shape[1], jnp.arange(path.shape[1])
     at = jnp.where(taken, fill + turn, room)[None, None]
@@ -279,15 +336,15 @@ def _held(
     def on(x: Array, old: Array) -> Array:
         return put(old, at, take_along(x, path.reshape(path.shape[0], 1, -1, *[1] * (x.ndim - 3)), 2))
 
-    one = lambda old, x: on(x[:, None], old[:, None])[:, 0]  # noqa: E731  # of arrays without an axis of heads
+    one = lambda old, x: on(x[:, None], old[:, None])[:, 0]  # noqa: E731  # arrays without a head axis
     recent = jax.tree.map(lambda old, x: one(old, x) if x.ndim == 2 else on(x, old), recent, window)
     if ring is not None:
         assert queries is not None
         n, size = taken.sum(), plan.queries
         index = jnp.remainder(fill - plan.stay + turn, size)
-        index = jnp.where(taken & (turn >= n - size), index, size)  # of those that share a place the newest
+        index = jnp.where(taken & (turn >= n - size), index, size)  # the newest per ring entry
         pos = take_along(queries.pos, path, 1)
-        alive = pos >= 0  # a row that pauses keeps its own
+        alive = pos >= 0  # rows that ended keep their queries
 
         def held(old: Array, own: Array) -> Array:
             was = old.at[:, :, :, index].get(mode="clip")

@@ -1,4 +1,4 @@
-"""One vocabulary's tokens as another's, through their bytes."""
+"""Token translation between two vocabularies, through bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import numpy as np
 
 from jkv.io.tokenizer import Tokenizer
 
-COMMON = 0.01  # of the tokens of a drafter, at least, must be tokens of the model
-ANCHORS = "\n0."  # one stands before text that goes on, where a tokenizer begins every text with a space
+COMMON = 0.01  # minimum share of the drafter's tokens that the model also has
+ANCHORS = "\n0."  # put before continued text if a tokenizer adds a space to every text
 
 
 def pieces(tokenizer: Tokenizer, words: int = 0) -> list[bytes | None]:
-    """The bytes of each of at least so many tokens, None of those that stand for no text or pad a model's words."""
+    """Return the bytes of each token, None for special tokens and padding.
+
+    Args:
+        words: minimum length of the result, for models that pad their vocabulary.
+    """
     added = tokenizer.core.get_added_tokens_decoder()
     every = tokenizer.core.get_vocab(with_added_tokens=True).values()
     out: list[bytes | None] = [None] * max(words, 1 + max(every, default=-1))
@@ -26,15 +30,27 @@ def pieces(tokenizer: Tokenizer, words: int = 0) -> list[bytes | None]:
 
 @dataclass
 class Translation:
-    """A drafter's tokens as a model's (OmniDraft, 2507.02659).
+    """Translation of a drafter's tokens to a model's (OmniDraft, 2507.02659).
 
-    direct i32[V]: the model's token of the same bytes, -1: none. grams: of several of the drafter's tokens the one of
-    the model that they make, learned from tokens that the model has given, at most `limit`, the newest. Beyond the
-    paper, where a token without another of the same bytes stops the draft: it becomes the several ones that the model's
-    tokenizer makes of its text. The first token that ends a text is the model's first one. words: of the model and of
-    the drafter, where they have more than their tokenizers.
+    N-grams map several drafter tokens to one model token; they are learned from the model's tokens. Beyond the paper, a
+    token without a counterpart becomes the several tokens that the model's tokenizer makes of its text, where the paper
+    ends the draft. The drafter's first end-of-text token maps to the model's first.
 
-    Raises ValueError where fewer than 1% of the drafter's tokens are tokens of the model.
+    Attributes:
+        model: the model's tokenizer.
+        drafter: the drafter's tokenizer.
+        limit: maximum n-grams, the newest.
+        words: vocabulary sizes of model and drafter, if larger than their tokenizers.
+        model_bytes: bytes of each model token.
+        drafter_bytes: bytes of each drafter token.
+        direct: i32[V], the model's token with the same bytes; -1: none.
+        grams: n-grams of drafter tokens, and the model token of each.
+        longest: tokens of the longest n-gram.
+        seen: model tokens already learned from.
+        begins: whether the drafter's tokenizer adds a space to every text.
+
+    Raises:
+        ValueError: if fewer than 1% of the drafter's tokens are tokens of the model.
     """
 
     model: Tokenizer
@@ -47,9 +63,10 @@ class Translation:
     grams: dict[tuple[int, ...], int] = field(default_factory=dict, init=False, repr=False)
     longest: int = field(default=1, init=False)
     seen: set[int] = field(default_factory=set, init=False, repr=False)
-    begins: bool = field(init=False, repr=False)  # whether the drafter's tokenizer begins every text with a space
+    begins: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Tokens with equal bytes.
         self.model_bytes, self.drafter_bytes = map(pieces, (self.model, self.drafter), self.words)
         index = {x: i for i, x in reversed([*enumerate(self.model_bytes)]) if x}
         self.direct = np.asarray([-1 if x is None else index.get(x, -1) for x in self.drafter_bytes], np.int32)
@@ -64,28 +81,29 @@ class Translation:
         self.begins = self.text_of(self.drafter.within(ANCHORS)) != ANCHORS.encode()
 
     def text_of(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens of the drafter."""
+        """Return the bytes of drafter tokens."""
         return b"".join(self.drafter_bytes[i] or b"" for i in ids)
 
     def read(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens that the model has given, which are learned."""
+        """Return the bytes of the model's tokens, and learn n-grams from them."""
         for token in ids:
             self._learn(token)
         return b"".join(self.model_bytes[i] or b"" for i in ids)
 
     def within(self, text: str) -> list[int]:
-        """Tokens of the drafter of text that follows another."""
+        """Tokenize text that continues other text, for the drafter."""
         if not self.begins:
             return self.drafter.within(text)
         for anchor in ANCHORS:
             ids, skipped = self.drafter.within(anchor + text), b""
             while ids and len(skipped) < len(f" {anchor}"):
                 skipped += self.drafter_bytes[ids.pop(0)] or b""
-            if skipped == f" {anchor}".encode():  # else a token has a part of the text too
+            if skipped == f" {anchor}".encode():  # else a token also covers part of the text
                 return ids
         return self.drafter.within(text)
 
     def _learn(self, token: int) -> None:
+        """Learn the n-gram of drafter tokens for a model token."""
         text = self.model_bytes[token]
         if token in self.seen or not text:
             return
@@ -98,9 +116,10 @@ class Translation:
             del self.grams[next(iter(self.grams))]
 
     def translate(self, ids: Sequence[int], chance: Sequence[float]) -> tuple[list[int], list[float]]:
-        """Tokens of the model of a draft, and their probabilities: of several in one, the product of theirs.
+        """Translate a draft to the model's tokens, with their probabilities.
 
-        From left to right, the longest of `grams` first; where no token fits, it ends.
+        Works left to right, the longest n-gram first, and ends at a token without translation. A token made of several
+        has the product of their probabilities.
         """
         out: list[int] = []
         each: list[float] = []
@@ -117,18 +136,19 @@ class Translation:
         return out, each
 
     def _one(self, token: int) -> list[int]:
+        """Translate a single drafter token; [] if it has no translation."""
         if self.direct[token] >= 0:
             return [int(self.direct[token])]
         text = self.drafter_bytes[token]
         try:
             ids = self.model.within(text.decode()) if text else []
-        except UnicodeDecodeError:  # a part of a character
+        except UnicodeDecodeError:  # part of a character
             return []
         return ids if b"".join(self.model_bytes[i] or b"" for i in ids) == text else []
 
 
 def whole(text: bytes) -> tuple[str, bytes]:
-    """Text without the bytes at its end that only begin a character, and these.
+    """Split bytes into text and the trailing bytes of an incomplete character.
 
     >>> whole("a\u00e9".encode()[:-1])
     ('a', b'\\xc3')

@@ -1,1 +1,1 @@
-"""Training what a cache learns: the model is frozen, the arrays of a score are what is trained."""
+"""Training of the weights that cache methods need: the model is frozen, only a score's arrays are trained."""

@@ -1,4 +1,4 @@
-"""A training's folder: what it is, its checkpoints (by orbax, atomic), its metrics line by line, and their curves."""
+"""The folder of a training run: settings, atomic checkpoints (orbax), metrics as JSON lines, and their curves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ WHAT, METRICS, CURVES, LOCK = "training.json", "metrics.jsonl", "curves.png", ".
 
 
 class Folder:
-    """The folder of one training. An existing one is gone on with if `resume`, and if it is of the same training.
+    """The folder of one training run, locked while it is open.
 
-    Raises ValueError where it is not: another model, data or recipe, each named; and while another process trains in
-    it, until that one closes it.
+    Args:
+        path: The folder.
+        what: Everything that the result depends on.
+        resume: Whether to resume an existing run.
+
+    Raises:
+        ValueError: The folder holds a run and `resume` is False; it holds a run with other settings, each named; or
+            another process trains in it.
     """
 
     def __init__(self, path: str | Path, what: Mapping[str, Any], resume: bool) -> None:
@@ -40,7 +46,7 @@ class Folder:
                 raise ValueError(f"{self.path}: {told}") from None
             self._claim(what, resume)
             self._held = held.pop_all()
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every save
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every save
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self.manager: Any = ocp.CheckpointManager(self.path / "checkpoints", options=options)
 
@@ -51,7 +57,7 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Lets other processes go on with the training."""
+        """Release the lock, so that other processes can resume the run."""
         self._held.close()
 
     def _claim(self, what: Mapping[str, Any], resume: bool) -> None:
@@ -65,7 +71,11 @@ class Folder:
         overwrite(self.path / WHAT, json.dumps(what, indent=1) + "\n")
 
     def last(self, like: Any) -> Any:
-        """The value of the newest whole checkpoint, None if there is none; metrics of what came after it are gone."""
+        """Restore the newest complete checkpoint, or None, and drop metrics recorded after it.
+
+        Args:
+            like: A value with the structure of the checkpoint.
+        """
         number, value = self.manager.latest_step(), None
         if number is not None:
             value = self.manager.restore(number, args=ocp.args.StandardRestore(jax.device_get(like)))
@@ -74,13 +84,16 @@ class Folder:
         return value
 
     def save(self, number: int, value: Any) -> None:
-        """Keeps the value as the checkpoint of a number, unless it is there."""
+        """Write a checkpoint unless one with this number exists."""
         if number not in self.manager.all_steps():
             self.manager.save(number, args=ocp.args.StandardSave(jax.device_get(value)))
 
     @contextlib.contextmanager
     def keeping(self, state: Callable[[], tuple[int, Any]]) -> Iterator[None]:
-        """Saves the number and the value that `state` gives at the end, by an error too, which nothing then hides."""
+        """Save a checkpoint of `state()`, a number and a value, on exit, also after an error.
+
+        An error of the save itself is printed, so that it does not hide the first one.
+        """
         try:
             yield
         except BaseException:
@@ -97,7 +110,7 @@ class Folder:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The whole lines; a damaged one is told of and left out, as it is worth less than what was trained."""
+        """Return all complete metric lines; damaged ones are reported and skipped, as only curves need them."""
         path, found = self.path / METRICS, []
         if not path.exists():
             return []
@@ -107,13 +120,13 @@ class Folder:
                     row = json.loads(line)
                     found += [row] if row["number"] >= 0 and line.endswith(b"\n") else []
                 except (ValueError, TypeError, KeyError, RecursionError):
-                    if line.endswith(b"\n"):  # a kill may leave half a line
+                    if line.endswith(b"\n"):  # an incomplete last line is expected after a kill
                         told = "is damaged and left out; only the curves want it"
                         print(f"{path}: line {at} {told}", file=sys.stderr)
         return found
 
     def draw(self) -> Path:
-        """The curves of all metrics: warm losses by layer, the others by step; long ones with a running mean."""
+        """Plot all metrics: warm-up losses by layer, the others by step; long curves with a running mean."""
         found = self.metrics()
         names = sorted({k for row in found for k, x in row.items() if isinstance(x, float)})
         figure = blank(6.4, 2.2 * max(1, len(names)))

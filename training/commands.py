@@ -1,4 +1,4 @@
-"""The training of each method for `jkv train`: texts, a training run, and a folder of weights."""
+"""The methods of `jkv train`: each loads texts, runs a recipe and writes a folder of weights."""
 
 from __future__ import annotations
 
@@ -66,17 +66,32 @@ from jkv.utils import console
 from jkv.utils.validation import read_bytes
 
 METHODS: dict[str, Callable[..., None]] = {}
-LOOKS = 4  # small heads of Attention-Gate
+LOOKS = 4  # attention heads of Attention-Gate's gate
 
 
 def method(run: Callable[..., None]) -> Callable[..., None]:
+    """Register the training of a method under the function's name."""
     METHODS[run.__name__] = run
     return run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every training is given: a model, texts, how many are held back to measure on, a folder."""
+    """Settings that all methods share.
+
+    Attributes:
+        name: Name of the method.
+        model: Name of the model.
+        params: The model.
+        corpora: Names of the corpora, "tasks", "lookups" or "asks".
+        texts: Number of texts.
+        length: Tokens per text.
+        check: Number of held-back texts to evaluate on; 0 for no evaluation.
+        seed: Random seed.
+        out: Folder of the run and the weights.
+        resume: Whether to resume the run in that folder.
+        start: Folder of weights to start from, or None.
+    """
 
     name: str
     model: str
@@ -98,7 +113,10 @@ class Run:
         return score
 
     def given(self) -> tuple[Batch, tuple[np.ndarray, str] | None]:
-        """Texts to train on, and those that are held back; ValueError before anything is written."""
+        """Load the training texts and the held-back texts with their source.
+
+        Raises ValueError, before anything is written, if the model cannot be trained or the two sets overlap.
+        """
         if self.params.config.mixers is not None:
             raise ValueError(f"{self.model} has blocks that recur, and training takes models that only attend")
         if "sinks" in self.params.layers[0]:
@@ -115,7 +133,13 @@ class Run:
         return made, (held, source)
 
     def what(self, made: Batch, recipe: Any, **more: Any) -> dict[str, Any]:
-        """All that the result depends on."""
+        """Collect everything that the result depends on, except the checkpoint interval.
+
+        Args:
+            made: The training texts.
+            recipe: The recipe.
+            **more: Settings of the method.
+        """
         return {
             "method": self.name,
             "model": trained_weights.identities(self.params)[0],
@@ -133,16 +157,16 @@ class Run:
 
 @method
 def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
-    """Retention gates."""
+    """Train TRIM-KV's retention gates."""
     recipe = trimkv_recipe.Recipe(**chosen, seed=run.seed)
-    offset = math.log(run.length if recipe.warm else 10 * run.length)  # half faded at the end, or a tenth
+    offset = math.log(run.length if recipe.warm else 10 * run.length)  # beta^length = e^-1, or e^-0.1 without warm
     gate = learned_score.start(run.params.config, width, offset, jax.random.key(recipe.seed))
     gated(run, recipe, Retention(gate=gate), recipe.budget, width)
 
 
 @method
 def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
-    """Retention gates of layers and heads that compete for one budget."""
+    """Train retention gates whose layers and heads compete for one budget (Make Each Token Count)."""
     recipe = trimkv_recipe.Together(**chosen, warm=0, seed=run.seed)
     gate = learned_score.deeper(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
     score = Outlook(gate=gate)
@@ -156,7 +180,7 @@ def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
 
 @method
 def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
-    """Heads that foresee what an answer will look at."""
+    """Train Locret's heads, which predict the attention of an answer."""
     recipe = locret_recipe.Recipe(**chosen, seed=run.seed)
     gate = learned_score.guess(run.params.config, width, jax.random.key(recipe.seed))
     gated(run, recipe, Foreseen(gate=gate), budget, width, f", local={min(100, budget // 2)}")
@@ -164,7 +188,7 @@ def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
 
 @method
 def lococo(run: Run, *, width: int, **chosen: Any) -> None:
-    """Mixtures of what a cache loses, half of its budget."""
+    """Train LoCoCo's mixtures of evicted tokens, half of the cache's budget."""
     recipe = lococo_recipe.Recipe(**chosen, seed=run.seed)
     if not width % 2 or not 2 <= recipe.budget <= recipe.chunk:
         raise ValueError(
@@ -176,7 +200,16 @@ def lococo(run: Run, *, width: int, **chosen: Any) -> None:
 
 
 def gated(run: Run, recipe: Any, score: Any, budget: int, width: int, settings: str = "") -> None:
-    """Weights that are measured at a budget beside the newest tokens; settings: more of that cache."""
+    """Train a score and measure its cache against a streaming cache at the same budget.
+
+    Args:
+        run: Shared settings.
+        recipe: The recipe.
+        score: The score before training.
+        budget: Tokens of the measured caches.
+        width: Width of the gate.
+        settings: More settings of the trained method's cache, as text.
+    """
     own = f"{run.name}(budget={budget}, gate={str(run.out)!r}{settings})"
     caches = ("full", f"streaming(budget={budget})", own)
     fitted(run, recipe, score, caches, {"width": width}, {"budget": budget})
@@ -190,22 +223,29 @@ def fitted(
     more: dict[str, Any] | None = None,
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Trains a score's gate, writes it, and measures it through these caches.
+    """Train a score's gate, write it, and measure perplexity through caches.
 
-    The last is what is trained; more: what the result depends on beside the recipe; about: what the card says of
-    the measurement.
+    Args:
+        run: Shared settings.
+        recipe: The recipe.
+        score: The score before training.
+        caches: Caches to measure; the last one is the trained method.
+        more: Settings that the result depends on, beside the recipe.
+        about: Settings of the measurement, for the card.
     """
     score = run.begun(score)
     made, held = run.given()
-    for known in caches[:-1] if run.check else ():  # before hours of work
+    for known in caches[:-1] if run.check else ():  # fail before hours of work
         check(parse(known), run.params.config)
     begun = {}
     if run.start is not None:
         begun["start"] = digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])
     what = run.what(made, recipe, **begun, **(more or {}))
+    # Train, or resume.
     with Folder(run.out, what, run.resume) as folder:
         with console.progress((run.params.config.layers if recipe.warm else 0) + recipe.steps) as say:
             score = Training(run.params, made, recipe, folder, say).run(score).score
+        # Write the weights before they are measured.
         with console.status("what came of it"):
             arrays = vars(recipe.finished(run.params, made, score).gate)
         card = run.card(what, folder)
@@ -219,7 +259,13 @@ def fitted(
 
 
 def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str, ...]) -> dict[str, Any]:
-    """Perplexity of the last eighth of held-back texts through each cache, as `jkv eval ppl` measures it."""
+    """Measure the perplexity of the last eighth of held-back texts through each cache, as `jkv eval ppl` does.
+
+    Args:
+        params: The model.
+        held: Token ids i32[n,T], and their source.
+        caches: The caches, as text.
+    """
     (ids, source), found = held, {}
     about = quality.Texts(ids, ids.shape[1] * 7 // 8)
     for cache in caches:
@@ -231,7 +277,7 @@ def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str
 
 @method
 def dms(run: Run, **chosen: Any) -> None:
-    """Switches of delayed eviction."""
+    """Train DMS's gates of delayed eviction."""
     recipe = dms_recipe.Recipe(**chosen, seed=run.seed)
     score = dms_score.Delayed(window=recipe.window, gate=dms_score.start(run.params.config))
     own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
@@ -240,14 +286,14 @@ def dms(run: Run, **chosen: Any) -> None:
 
 @method
 def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
-    """Flags by a look at the whole prompt."""
+    """Train Attention-Gate's flags, which see the whole prompt."""
     recipe = attention_gate.Recipe(**chosen, seed=run.seed)
     if not 0 < recipe.share <= 1 or recipe.price <= 0:
         raise ValueError(
             f"share={recipe.share}, price={recipe.price}: the share of a prompt's tokens that is to stay, above 0 and "
             "at most 1, and what they cost, above 0"
         )
-    offset = 0.5 if recipe.warm else 2.0  # a layer alone goes farther
+    offset = 0.5 if recipe.warm else 2.0  # layer-wise training moves the gates farther
     gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
     own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
     fitted(run, recipe, gated_score.Gated(gate=gate), ("full", own), {"width": width})
@@ -255,16 +301,16 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
 
 @method
 def kvzap(run: Run, *, budget: int, **chosen: Any) -> None:
-    """Surrogates of what a repetition looks at."""
+    """Train KVzap's surrogates of the attention in a repetition of the text."""
     recipe = kvzap_recipe.Recipe(**chosen, seed=run.seed).checked(run.length)
-    kvzap_recipe.request(run.params, run.length)  # what came of it is asked so too, after hours of work
+    kvzap_recipe.request(run.params, run.length)  # raises for texts too long to repeat, before hours of work
     gate = kvzap_recipe.start(run.params.config, recipe.width, jax.random.key(recipe.seed))
     gated(run, recipe, Repeated(gate=gate), budget, recipe.width)
 
 
 @method
 def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int, **chosen: Any) -> None:
-    """What a question may look up and what the next lines need, in one contest of all layers and heads."""
+    """Train the weights that combine KVzap's and TRIM-KV's gates in one contest of all layers and heads."""
     recipe = utility_recipe.Recipe(**chosen, seed=run.seed).checked(run.length)
     score, more = Utility(), {}
     if run.start is not None and (foreseen or fading):
@@ -278,7 +324,7 @@ def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int
 
 @method
 def s3attention(run: Run, *, layer: list[int] | None, features: int, active: int, **chosen: Any) -> None:
-    """Dictionaries of sparse features of a few layers' keys and queries."""
+    """Train S3-Attention's sparse feature dictionaries of a few layers' keys and queries."""
     depth = run.params.config.layers
     layers = tuple(sorted(set(layer or (0, depth // 6, depth // 5))))
     if not 0 <= layers[0] <= layers[-1] < depth or not active <= features:
@@ -298,12 +344,13 @@ def s3attention(run: Run, *, layer: list[int] | None, features: int, active: int
 
 @method
 def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
-    """A forecast of attention, and its baseline."""
+    """Train AttentionPredictor's network and fit its linear baseline."""
     recipe, select = attention_predictor.Recipe(**chosen, seed=run.seed), Forecast(unit=page)
     made, held = run.given()
     attention_predictor.check(run.params, made, select, recipe)
     what = run.what(made, recipe, page=page)
     with Folder(run.out, what, run.resume) as folder:
+        # Training data from the frozen model, the baseline, then the network.
         every = gathered(run.params, made, select, recipe)
         line = attention_predictor.least_squares(every)
         with console.progress(recipe.steps) as say:
@@ -313,6 +360,7 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
         trained_weights.write(run.out, arrays, card)
         print(f"learned: {run.out}\ndrawn: {folder.draw()}")
         if held is not None:
+            # Share of the next query's attention in the highest ranked pages, for each kind of rank.
             ids, source = jnp.asarray(held[0]), held[1]
             pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
             unseen, ranks = gathered(
@@ -340,7 +388,7 @@ def attentionpredictor(run: Run, *, page: int, **chosen: Any) -> None:
 
 @method
 def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float, **chosen: Any) -> None:
-    """A small network that guesses what this model says."""
+    """Train a small network that drafts tokens for this model."""
     recipe = drafters.Recipe(**chosen, seed=run.seed)
     if not 0 <= prompt < run.length or temperature < 0:
         raise ValueError(
@@ -349,6 +397,7 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
         )
     if recipe.ahead >= run.length:
         raise ValueError(f"ahead={recipe.ahead}, length={run.length}: give a longer text, or fewer tokens ahead")
+    # The network's size follows from its bytes.
     size, width = min(words, run.params.config.vocab), run.params.config.width
     inner = drafters.inner(width, read_bytes(bytes), size)
     texts, held = run.given()
@@ -356,10 +405,12 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
     own = {"bytes": bytes, "words": words, "width": inner, "prompt": prompt, "temperature": temperature}
     what = run.what(texts, recipe, **own)
     with Folder(run.out, what, run.resume) as folder:
+        # Let the model continue the texts, or load what it has continued before.
         said = ("model", "dtype", "texts", "prompt", "temperature")
         kept = Measured(folder.path / "continued.json", {k: what[k] for k in said} | {"seed": run.seed})
         with console.progress(len(drafters.pieces(begun))) as say:
             texts = drafters.continued(run.params, begun, temperature, run.seed, kept, say)
+        # Train on the commonest words.
         known = drafters.commonest(texts, run.params.config.vocab, size)
         ends = redrafter.ends(run.params, known)
         with console.progress(recipe.steps) as say:
@@ -375,7 +426,7 @@ def drafter(run: Run, *, bytes: str, words: int, prompt: int, temperature: float
 
 
 def agreed(run: Run, held: tuple[np.ndarray, str], ahead: int) -> dict[str, Any]:
-    """How often a drafter's guesses, in texts that are held back, are what the model says."""
+    """Measure how often the k-th draft token on held-back texts is what the model generates."""
     (ids, source), made = held, redrafter.Distilled(run.params, str(run.out))
     unseen = Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.indices(ids.shape, np.int32)[1]))
     found = drafters.agreement(run.params, made.net, made.ends, unseen, ahead)
@@ -386,7 +437,7 @@ def agreed(run: Run, held: tuple[np.ndarray, str], ahead: int) -> dict[str, Any]
 
 @method
 def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: Any) -> None:
-    """The model with latents for keys and values: a folder that `jkv.load` takes."""
+    """Convert the model to latent keys and values, train it, and write a folder for `jkv.load`."""
     recipe = kl.Recipe(**chosen, seed=run.seed)
     config = latents.config_of(loading.read(run.model).config, rank, rope_dim, query_rank or None)
     student = latents.converted(run.params, config)
@@ -410,4 +461,5 @@ def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: An
 
 
 def gathered(params: Params, *given: Any) -> Any:
+    """Concatenate the moments of all texts and layers, see `attention_predictor.collect`."""
     return jax.tree.map(lambda *x: np.concatenate(x), *attention_predictor.collect(params, *given))

@@ -1,4 +1,4 @@
-"""Losses of a trained cache: the full model's next tokens, within a number of tokens."""
+"""Losses: distillation from the full cache's next tokens, soft draws, and the budget penalty."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from jax import Array
 from jkv.arrays.pytree import value
 from jkv.models import Params, family
 
-SLICE = 128  # positions whose logits exist at once
-TEMPERATURE = 0.1  # of what is drawn softly
+SLICE = 128  # positions whose logits exist at a time
+TEMPERATURE = 0.1  # of soft draws
 
 
 @value
 class Batch:
-    """Rows of texts: ids i32[B,T], -1 in the padding; pos i32[B,T], places in a document: each begins at 0, pads -1."""
+    """Rows of texts, possibly several documents per row.
+
+    Attributes:
+        ids: i32[B,T], token ids; -1 for padding.
+        pos: i32[B,T], positions within a document, each starting at 0; -1 for padding.
+    """
 
     ids: Array
     pos: Array
 
     @property
     def document(self) -> Array:
-        """i32[B,T]: the number of the document in its row."""
+        """i32[B,T]: the index of each token's document in its row."""
         return jnp.cumsum(self.pos == 0, 1)
 
     @property
     def labelled(self) -> Array:
-        """bool[B,T]: whether the next token is of the same document."""
+        """bool[B,T]: whether the next token belongs to the same document."""
         return jnp.pad((self.pos[:, 1:] == self.pos[:, :-1] + 1) & (self.pos[:, :-1] >= 0), ((0, 0), (0, 1)))
 
 
 def sees(batch: Batch) -> Array:
-    """bool[B,T,T]: which keys queries may see: of their document, not later."""
+    """Return bool[B,T,T], the keys that each query may attend to: same document, not later."""
     pos, of = batch.pos, batch.document
     causal = (pos[:, None, :] >= 0) & (pos[:, None, :] <= pos[:, :, None])
     return causal & (of[:, None, :] == of[:, :, None])
@@ -40,7 +45,13 @@ def sees(batch: Batch) -> Array:
 
 @value
 class Teacher:
-    """The full model's likeliest tokens i32[B,T,K], their log-probabilities, and that of all others f32[B,T]."""
+    """The full model's likeliest tokens.
+
+    Attributes:
+        tokens: i32[B,T,K], token ids.
+        top: f32[B,T,K], their log-probabilities.
+        rest: f32[B,T], log-probability of all other tokens together.
+    """
 
     tokens: Array
     top: Array
@@ -48,20 +59,20 @@ class Teacher:
 
 
 def _sliced(x: Array) -> Array:
-    """[B,T,...] -> [T / SLICE, B, SLICE, ...], padded."""
+    """Reshape [B,T,...] to [T / SLICE, B, SLICE, ...], padded."""
     n = min(SLICE, x.shape[1])
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % n), *[(0, 0)] * (x.ndim - 2)))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, n, *x.shape[2:]), 1, 0)
 
 
 def _without(logits: Array, tokens: Array) -> Array:
-    """log of the sum of exp over all but some tokens; about -1e30 where that is none."""
+    """Compute the logsumexp over all tokens but the given ones; about -1e30 if none is left."""
     others = jnp.put_along_axis(logits, tokens, -1e30, -1, inplace=False)
     return jax.nn.logsumexp(others, -1)
 
 
 def teach(params: Params, x: Array, k: int) -> Teacher:
-    """The K = k likeliest tokens of every place, from hidden states x f[B,T,E]; k = 0: all."""
+    """Compute the teacher's K = k likeliest tokens at each position from hidden states x f[B,T,E]; k = 0 for all."""
     k, net, t = k or params.config.vocab, family(params.config), x.shape[1]
 
     def one(part: Array) -> Teacher:
@@ -75,21 +86,31 @@ def teach(params: Params, x: Array, k: int) -> Teacher:
 
 
 def divergence(logits: Array, told: Teacher) -> Array:
-    """KL f32[...] in nats of a teacher to logits f32[...,V]: over the teacher's tokens, and the rest as one more."""
+    """Compute KL(teacher || logits) f32[...] in nats for f32[...,V], the tokens outside the teacher as one class."""
     total = jax.nn.logsumexp(logits, -1)
     own = jnp.take_along_axis(logits, told.tokens, -1) - total[..., None]
     others = _without(logits, told.tokens) - total
     kl = (jnp.exp(told.top) * (told.top - own)).sum(-1)
-    some = told.rest > -80  # beneath it, the rest weighs nothing in float32
+    some = told.rest > -80  # below this, the rest is zero in float32
     gap = jnp.where(some, told.rest - jnp.where(some, others, 0), 0)
     return kl + jnp.exp(told.rest) * gap
 
 
 def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Array | None = None) -> tuple[Array, Array]:
-    """KL(teacher || student) over the teacher's tokens and the rest as one more, and the next token's cross-entropy.
+    """Compute KL(teacher || student) and the next token's cross-entropy, in nats, averaged over positions.
 
-    Both in nats, means over the labelled places, or those of them where bool[B,T]; x f[B,T,E] is the student's. Slice
-    by slice, in both directions. With all tokens the first is the KL; with fewer it is a bound from below.
+    Logits are computed slice by slice, in the backward pass too. With all tokens in the teacher the first is the KL;
+    with fewer it is a lower bound, the other tokens as one class.
+
+    Args:
+        params: The student.
+        x: f[B,T,E], the student's hidden states.
+        batch: The texts.
+        teacher: The teacher.
+        where: bool[B,T], positions to average over, or None for all labelled ones.
+
+    Returns:
+        The KL and the cross-entropy, f32[] each.
     """
     net, use = family(params.config), batch.labelled if where is None else batch.labelled & where
     following = jnp.where(use, jnp.roll(batch.ids, -1, 1), 0)
@@ -108,23 +129,29 @@ def distil(params: Params, x: Array, batch: Batch, teacher: Teacher, where: Arra
 
 
 def drawn(logit: Array, key: Array) -> Array:
-    """z = (logit + noise) / TEMPERATURE, noise of a logistic distribution (the difference of two Gumbel ones).
+    """Draw z = (logit + noise) / TEMPERATURE with logistic noise (the difference of two Gumbel variables).
 
-    sigmoid(z) is nearly 0 or 1, and above a half with probability sigmoid(logit).
+    sigmoid(z) is close to 0 or 1, and above a half with probability sigmoid(logit).
     """
     return (logit + jax.random.logistic(key, logit.shape)) / TEMPERATURE
 
 
 def flagged(z: Array) -> Array:
-    """1 where z > 0, else 0, with the gradient of sigmoid(z)."""
+    """Return 1 where z > 0, else 0, with the gradient of sigmoid(z)."""
     soft = jax.nn.sigmoid(z)
     return soft + jax.lax.stop_gradient((z > 0).astype(jnp.float32) - soft)
 
 
 def over_capacity(held: Array, pos: Array, budget: int, heads: int = 1) -> tuple[Array, Array]:
-    """Sum and number of the positive (S - n M) / max(n (t - M), 1): S = held f32[B,...,T] of n heads, M = budget.
+    """Compute the budget penalty: the sum and the count of the positive values of (S - n M) / max(n (t - M), 1).
 
-    t = pos i32[B,...,T]. Divide the sum by the number over all layers: a mean over what is over capacity.
+    Dividing the sum by the count over all layers gives the mean over everything that is over capacity.
+
+    Args:
+        held: S, f32[B,...,T], tokens held by n heads at each query.
+        pos: t, i32[B,...,T], positions of the queries; -1 for padding.
+        budget: M, tokens per head.
+        heads: n.
     """
     over = (held - heads * budget) / jnp.maximum(heads * (pos - budget), 1).astype(jnp.float32)
     positive = (over > 0) & (pos >= 0)

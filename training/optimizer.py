@@ -1,4 +1,4 @@
-"""AdamW as gates need it."""
+"""AdamW and learning rate schedules for gates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from jax import Array
 
 
 def cosine(rate: float, rise: int, steps: int) -> Any:
-    """Up to `rate` in `rise` steps, or a tenth of all if that is fewer, then a cosine to 1e-6.
+    """Build a schedule that rises to `rate` and falls to 1e-6 in a cosine.
+
+    Args:
+        rate: Peak learning rate.
+        rise: Warm-up steps, at most a tenth of all steps.
+        steps: All steps.
 
     >>> rate = cosine(1e-3, 100, 200)
     >>> [round(float(rate(step)) * 1e3, 3) for step in (0, 10, 20, 110, 200)]
@@ -22,9 +27,14 @@ def cosine(rate: float, rise: int, steps: int) -> Any:
 
 
 def adamw(rates: Any, clip: float = 1.0, decay: float = 0.0) -> Any:
-    """With a learning rate, or one of each step; clipped by global norm. Biases do not decay.
+    """Build AdamW with global norm clipping. Only arrays of the highest rank decay, so biases do not.
 
-    At a saturated gate the gradient is smaller than the usual epsilon of 1e-8.
+    epsilon is 1e-12, because the gradient of a saturated gate is smaller than the usual 1e-8.
+
+    Args:
+        rates: A learning rate or a schedule.
+        clip: Bound on the global gradient norm.
+        decay: Weight decay.
     """
 
     def matrices(tree: Any) -> Any:
@@ -36,12 +46,22 @@ def adamw(rates: Any, clip: float = 1.0, decay: float = 0.0) -> Any:
 
 
 def advance(tune: Any, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
-    """The tree and the moments after one step; optax relies on implicit promotion."""
+    """Apply one optimizer step to a tree; optax relies on implicit promotion.
+
+    Args:
+        tune: The optimizer.
+        slope: The gradient.
+        moments: The optimizer's state.
+        tree: The weights.
+
+    Returns:
+        The new weights and the new optimizer state.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         change, moments = tune.update(slope, moments, tree)
         return optax.apply_updates(tree, change), moments
 
 
 def sound(tree: Any) -> Array:
-    """bool[]: whether all numbers of a tree are finite."""
+    """Return bool[]: whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

@@ -1,4 +1,4 @@
-"""What a search has measured so far, in a file: one that was killed goes on where it was."""
+"""Measurements of a search in a file, so that a killed search resumes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from jkv.utils.json_results import write
 
 
 class Measured:
-    """Arrays by name, each on the disk as soon as it is measured; `what` says of which search they are.
+    """Arrays by name, each written to disk as soon as it is measured.
 
-    ValueError for a file of another search, and for one that is damaged.
+    Args:
+        path: The file.
+        what: Identifies the search.
+
+    Raises:
+        ValueError: The file is of another search, or damaged.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +37,7 @@ class Measured:
             old = {"meta": self.what, "rows": []} if read is None else read
             changed = [name for name, x in self.what.items() if old["meta"].get(name) != x]
             self.found = {row["name"]: np.asarray(row["x"], float) for row in old["rows"]}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a number or a list that is none, bad JSON
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # wrong types in the file, or bad JSON
             raise ValueError(f"{path} is not what a search wrote: remove it, or give another --out") from error
         if changed:
             raise ValueError(
@@ -44,7 +49,7 @@ class Measured:
         return name in self.found
 
     def __call__(self, name: str, measure: Callable[[], np.ndarray]) -> np.ndarray:
-        """f64[...] of a name: what was found, or what `measure` gives now."""
+        """Return the array f64[...] of a name, measured now if it is missing."""
         if name not in self.found:
             self.found[name] = np.asarray(measure(), float)
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model with a soft cache: plain attention, and a bias that stands for what a cache would have forgotten."""
+"""The model with a soft cache: dense attention with a bias that represents what a cache would have forgotten."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax import Array
 from jkv.models import Params, Projected, Scale, family
 from jkv.training.losses import Batch, sees
 
-TILE = 128  # queries that attend at once, to the keys up to their own
+TILE = 128  # queries per attention tile, which sees no later key
 
-# layer, its projections, age i32[B,T,S] of every key, -1 where a query does not see it -> what is added to the logits
+# (layer, projections, age i32[B,T,S] of each key for each query, -1 where masked) -> what is added to the logits
 # f32[B,H,T,S], and a memo
 Bias = Callable[[int, Projected, Array], tuple[Array, Any]]
 
 
 def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: Scale) -> Array:
-    """f32[B,H,G,t,D] of the queries of a tile, which see no key after it; the query heads of a kv head are one dot."""
+    """Compute the attention f32[B,H,G,t,D] of a tile of queries; the query heads of a kv head share one matmul."""
     b, h, g, _, d = q.shape
     q, k, v, added = q[:, :, :, tile], k[:, :, : tile.stop], v[:, :, : tile.stop], added[:, :, tile, : tile.stop]
     t, n = added.shape[2:]
@@ -30,9 +30,13 @@ def _attend(q: Array, k: Array, v: Array, added: Array, tile: slice, scale: Scal
 
 
 def hidden(params: Params, batch: Batch, bias: Bias | None = None) -> tuple[Array, tuple[Any, ...]]:
-    """x f[B,T,E] after the last layer, in the weights' dtype, and the memo of each layer.
+    """Compute the last hidden states x f[B,T,E], in the weights' dtype, and the memo of each layer.
 
-    Without a bias it is the model with a full cache. With one, layers are computed again in the backward pass.
+    Args:
+        params: The model.
+        batch: The texts.
+        bias: What is added to the attention logits, or None for a full cache. Layers are recomputed in the backward
+            pass.
     """
     c, net, pos = params.config, family(params.config), batch.pos
     see = sees(batch)

@@ -1,4 +1,4 @@
-"""The trainer: a frozen model, a score whose arrays are trained, and the same model with a full cache as teacher."""
+"""The trainer: a frozen model, trainable score arrays, and the same model with a full cache as the teacher."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ from jkv.training.losses import Batch, Teacher, teach
 from jkv.training.optimizer import adamw, advance, sound
 from jkv.training.soft_cache_model import hidden
 
-MEMORY = 6 << 30  # bytes of lessons that are remembered
-Told = tuple[Array, dict[str, Array]]  # a loss, and its parts
+MEMORY = 6 << 30  # bytes of teacher outputs that are kept
+Told = tuple[Array, dict[str, Array]]  # a loss, and metrics by name
 
 
 def loaded(model: str, dtype: str, rows: int, weights: str | None = None) -> Params:
-    """The model to train for, on all devices if there are several: each gets its part of the weights, and no more.
+    """Load the model to train for, sharded over all devices.
 
-    rows: of a batch, which the devices divide; weights: what its matrices are kept as, as for `jkv.load`. Raises
-    ValueError as `jkv.load` and `sharding.mesh` do.
+    Each device loads only its part of the weights.
+
+    Args:
+        model: Name or folder of the model.
+        dtype: Dtype of the weights.
+        rows: Batch size, which the devices divide.
+        weights: Weight format, as for `jkv.load`.
+
+    Raises:
+        ValueError: As `jkv.load` and `sharding.mesh`.
     """
     devices = jax.devices()
     if len(devices) == 1:
@@ -43,11 +51,20 @@ def loaded(model: str, dtype: str, rows: int, weights: str | None = None) -> Par
 
 @part
 class Recipe:
-    """How a score is trained: everything that its numbers depend on, but the model and the texts.
+    """Training recipe: all settings that the result depends on, except the model and the texts.
 
-    steps: of the whole model, each of `accumulate` batches of `batch` texts; rate: the largest learning rate; clip: the
-    norm of the gradient; weight: of what is kept too many; top: tokens of the teacher (0: all); every: steps between
-    checkpoints. A method's own recipe adds its numbers and says what the loss is.
+    A method's recipe adds its settings and defines `loss`.
+
+    Attributes:
+        steps: Steps of the whole model.
+        batch: Texts per batch.
+        accumulate: Batches per step.
+        rate: Peak learning rate.
+        clip: Bound on the gradient norm.
+        weight: Weight of the penalty on kept tokens.
+        top: Teacher tokens per position; 0 for all.
+        every: Steps between checkpoints.
+        seed: Random seed.
     """
 
     steps: int = 0
@@ -61,33 +78,49 @@ class Recipe:
     seed: int = 0
 
     def tune(self) -> Any:
-        """The optimiser."""
+        """Build the optimizer."""
         return adamw(self.rate, self.clip)
 
     def warmed(self, params: Params, texts: Batch, score: Any, done: int) -> Iterator[tuple[Any, np.ndarray]]:
-        """The score after each layer, from layer `done` on, that is trained alone before the steps; and the losses."""
+        """Train layers alone before the steps, from layer `done` on; yields the score and losses per layer."""
         return iter(())
 
     def finished(self, params: Params, texts: Batch, score: Any) -> Any:
-        """A score that was trained, with what is known of it only then."""
+        """Complete a trained score with statistics that are known only after training."""
         return score
 
     def explained(self, params: Params, texts: Batch, score: Any) -> dict[str, Any]:
-        """What a card says of a trained score and texts that are held back, beside their perplexities."""
+        """Return metrics of a trained score on held-back texts for the card, beside their perplexities."""
         return {}
 
     def lesson(self, params: Params, batch: Batch) -> Any:
-        """What `loss` is given of a batch, and computed once: its teacher; arrays whose first axis is the batch's."""
+        """Compute the teacher that `loss` gets for a batch, once per text; arrays have the batch as first axis."""
         return lesson(params, batch, self.top)
 
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Any, step: Array, key: Array) -> Told:
-        """The loss of a batch in a step, and its parts by name; key: for what is drawn."""
+        """Compute the loss of a batch and its metrics by name.
+
+        Args:
+            score: The trained score.
+            params: The frozen model.
+            batch: The texts.
+            teacher: What `lesson` returned for them.
+            step: i32[], number of the step.
+            key: Key for random draws.
+        """
         raise NotImplementedError
 
 
 @value
 class State:
-    """What a training changes: the score, the optimiser's moments, layers warmed i32[] and steps done i32[]."""
+    """Training state.
+
+    Attributes:
+        score: The trained score.
+        moments: State of the optimizer.
+        layers: i32[], layers trained alone.
+        steps: i32[], steps done.
+    """
 
     score: Any
     moments: Any
@@ -96,17 +129,18 @@ class State:
 
     @property
     def number(self) -> int:
+        """The number of layers and steps done, which numbers checkpoints."""
         return int(self.layers) + int(self.steps)
 
 
 def start(score: Any, recipe: Recipe) -> State:
-    """The state before anything is trained."""
+    """Return the state before training."""
     return State(score=score, moments=recipe.tune().init(score), layers=jnp.int32(0), steps=jnp.int32(0))
 
 
 @partial(jax.jit, static_argnames=("k",))
 def lesson(params: Params, batch: Batch, k: int) -> Teacher:
-    """What the model with a full cache says."""
+    """Compute the teacher: the full-cache model's k likeliest tokens at each position."""
     return teach(params, hidden(params, batch)[0], k)
 
 
@@ -114,9 +148,17 @@ def lesson(params: Params, batch: Batch, k: int) -> Teacher:
 def update(
     params: Params, state: State, batches: Batch, teachers: Any, recipe: Recipe
 ) -> tuple[State, dict[str, Array]]:
-    """The state after a step on the mean gradient of batches [A,B,T], and its metrics.
+    """Take one step on the mean gradient over A accumulated batches.
 
-    Where a number is not finite the state is the given one, and `fine` says so.
+    Args:
+        params: The frozen model.
+        state: The state before the step.
+        batches: Batches with leading axis A, [A,B,T].
+        teachers: Their teachers, with the same leading axis.
+        recipe: The recipe.
+
+    Returns:
+        The new state and the metrics. If a number is not finite, the state is unchanged and `fine` is False.
     """
     grad = jax.grad(recipe.loss, has_aux=True)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), state.steps), recipe.accumulate)
@@ -127,6 +169,7 @@ def update(
         return jax.tree.map(jnp.add, total, slope), told
 
     total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers, keys))
+    # Mean gradient, optimizer step, then undo the step if anything is not finite.
     slope = jax.tree.map(lambda x: x / recipe.accumulate, total)
     score, moments = advance(recipe.tune(), slope, state.moments, state.score)
     made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
@@ -138,7 +181,15 @@ def update(
 
 @dataclass
 class Training:
-    """A model, texts, a recipe and a folder: `run` trains, goes on where it was, and loses nothing to a kill."""
+    """A training run: resumes from its folder, and loses at most the work since the last checkpoint.
+
+    Attributes:
+        params: The frozen model.
+        texts: The texts.
+        recipe: The recipe.
+        folder: Folder of checkpoints and metrics.
+        say: Progress callback.
+    """
 
     params: Params
     texts: Batch
@@ -154,7 +205,10 @@ class Training:
             self.params = jax.device_put(self.params, sharding.of_params(self.params, self.mesh))
 
     def run(self, score: Any) -> State:
-        """The state at the end. ValueError if a loss is not finite; the last good state is then a checkpoint."""
+        """Train a score and return the final state.
+
+        Raises ValueError if a loss or a weight is not finite; the last good state is then checkpointed.
+        """
         self.state = start(score, self.recipe)
         if (found := self.folder.last(self.state)) is not None:
             self.state = jax.tree.map(jnp.asarray, found)
@@ -192,18 +246,18 @@ class Training:
                 self.folder.save(made.number, made)
 
     def taught(self, i: int) -> Any:
-        """The lesson of a text, whose arrays have a batch of 1."""
+        """Compute the teacher of one text, with a batch axis of 1."""
         return self.recipe.lesson(self.params, rows(self.texts, [i]))
 
     def _split(self, x: Any) -> Any:
-        """[A * B, ...] -> [A, B, ...], on all devices by rows if there are several."""
+        """Reshape [A * B, ...] to [A, B, ...], with rows sharded over the devices."""
         x = x.reshape(self.recipe.accumulate, self.recipe.batch, *x.shape[1:])
         if self.mesh is None:
             return x
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(None, sharding.ROWS)))
 
     def _lesson(self, i: int) -> Any:
-        """The lesson of a text, without the batch's axis, on the host; remembered while there is room."""
+        """Return the teacher of one text on the host, without the batch axis, cached while memory allows."""
         if i in self.lessons:
             return self.lessons[i]
         made = jax.device_get(self.taught(i))
@@ -213,7 +267,7 @@ class Training:
         return made
 
     def _tell(self, what: str, metrics: dict[str, float]) -> None:
-        """Metrics are written before their checkpoint: of two, the one that is left after a kill is the one to redo."""
+        """Record metrics. Written before their checkpoint, so that a kill in between repeats the step."""
         self.folder.add({"number": self.state.number} | metrics)
         self.say(what)
 

@@ -1,1 +1,1 @@
-"""Evaluation: texts, tasks and scores that need no network and no model."""
+"""Evaluation of compressed caches: corpora, synthetic tasks, metrics, result files and reports."""

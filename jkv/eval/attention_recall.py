@@ -1,4 +1,4 @@
-"""The dense model against a compressed one: lost attention, and the cost of each layer's compression."""
+"""Attention recall of a compressed cache against the dense model, and the KL cost of compressing each layer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ from jkv.models import layer as block
 
 @partial(jax.jit, static_argnames=("prefix",))
 def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: int) -> Array:
-    """Logits f32[B,N,V] of the tokens of i32[B,T] from `prefix` on.
+    """Compute the dense model's logits with some layers attending to a compressed prefix.
 
-    In layers with which bool[L] they see of the prefix what `held` has, as it has it.
+    Args:
+        ids: i32[B,T], token ids.
+        held: The compressed prefix of each layer, dequantized and arranged by position.
+        which: bool[L], the layers that see only the prefix tokens in `held`, with its keys and values.
+        prefix: Length of the prefix. Tokens from there on are predicted.
+
+    Returns:
+        f32[B,N,V], the logits that predict the N = T - prefix tokens after the prefix.
     """
     model, total = params.config, ids.shape[1]
     net, pos = family(model), jnp.broadcast_to(jnp.arange(total)[None], ids.shape)
@@ -37,7 +44,9 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
         rope, window = model.ropes[i], model.windows[i]
         q = rope.rotate(a.q, pos[:, None, None]).astype(jnp.float32)
         k, v = rope.rotate(a.k, pos[:, None]).astype(jnp.float32), a.v.astype(jnp.float32)
+        # Dense attention of all tokens.
         o = with_sinks(attend_window(q, k, v, causal(pos, window), pos, model.scale), a.sinks).finish()
+        # Attention of the tokens after the prefix, with the prefix replaced by what the cache holds.
         late = q[:, :, :, prefix:]
         see = visible(pos[:, prefix:], pos[:, None], window)
         here = jnp.pad(held[i].here[:, :, :prefix], ((0, 0), (0, 0), (0, total - prefix)), constant_values=True)
@@ -57,8 +66,15 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
 
 @jax.jit
 def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Array]]:
-    """Of the dense model, a layer each: rotated queries f32[B,H,G,N,D] of late i32[N], and what they pay to the tokens
-    i32[B,T], f32[B,H,N,T], a mean over G."""
+    """Compute the dense model's queries at some positions and their attention to all tokens, layer by layer.
+
+    Args:
+        ids: i32[B,T], token ids.
+        late: i32[N], positions of the queries.
+
+    Returns:
+        Per layer the rotated queries f32[B,H,G,N,D], and the attention f32[B,H,N,T], averaged over the G query heads.
+    """
     model, pos = params.config, jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
     queries, paid = [], []
 
@@ -81,19 +97,28 @@ def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Ar
 
 @partial(jax.jit, static_argnames=("prefix",))
 def paid(params: Params, ids: Array, prefix: int) -> Array:
-    """Of the dense model: what the tokens of i32[B,T] from `prefix` on pay together to each before it, f32[L,B,H,S]."""
+    """Compute the dense model's attention from all tokens after `prefix` to each prefix token.
+
+    Returns:
+        f32[L,B,H,S] for tokens i32[B,T], summed over the queries and averaged over the query heads of a kv head.
+    """
     _, each = asked(params, ids, jnp.arange(prefix, ids.shape[1]))
     return jnp.stack([x.sum(2)[..., :prefix] for x in each])
 
 
 def mass(whole: Array, cache: Cache) -> np.ndarray:
-    """f32[L,B,H]: of attention f32[L,B,H,S] to the prefix, see `paid`, the share on tokens that the cache holds."""
+    """Compute the share f32[L,B,H] of the dense attention to the prefix that falls on tokens the cache holds.
+
+    Args:
+        whole: f32[L,B,H,S], the dense attention from `paid`.
+        cache: The cache after the prefix.
+    """
     paid = np.asarray(whole)
     return (paid * here(cache, paid.shape[3])).sum(3) / paid.sum(3)
 
 
 def here(cache: Cache, size: int) -> np.ndarray:
-    """bool[L,B,H,size]: the positions that a cache holds. On the host: nothing is compiled for it."""
+    """Return bool[L,B,H,size], the positions that a cache holds. Runs on the host, so that nothing is compiled."""
     shape = (cache.rows, cache.model.heads)
     parts = [[layer.recent.pos[:, None], *(tier.seen_by(shape[1]) for tier in layer.tiers)] for layer in cache.layers]
     wide = [[np.broadcast_to(x, (*shape, x.shape[2])) for x in some] for some in parts]
@@ -101,7 +126,7 @@ def here(cache: Cache, size: int) -> np.ndarray:
 
 
 def marked(positions: Sequence[Any], size: int) -> np.ndarray:
-    """bool[L,B,H,size] of positions i[B,H,n] layer by layer, -1 for none.
+    """Convert per-layer positions i[B,H,n] (-1: none) to a mask bool[L,B,H,size].
 
     >>> marked([np.array([[[2, 0, -1]]])], 4).astype(int).tolist()
     [[[[1, 0, 1, 0]]]]
@@ -114,9 +139,19 @@ def marked(positions: Sequence[Any], size: int) -> np.ndarray:
 
 @jax.jit
 def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
-    """At step `now`: the share f32[L,B,H] of the dense model's attention that a cache reads, in tokens i32[L,B,H].
+    """Measure which share of the dense attention one decode step reads, and from how many tokens.
 
-    The step's own token, which every cache reads, is among them.
+    The step's own token, which every cache reads, counts as read.
+
+    Args:
+        cache: The cache before the step.
+        after: The cache after the step; its recent window has the columns of the step's token.
+        queries: Per layer f32[B,H,G,N,D], the dense queries from `asked`.
+        paid: Per layer f32[B,H,N,T], the dense attention from `asked`.
+        now: i32[], index of the step among the N queries.
+
+    Returns:
+        f32[L,B,H], the share of attention, and i32[L,B,H], the number of tokens.
     """
     shares, counts = [], []
     below: Sequence[Any] = ()
@@ -124,11 +159,13 @@ def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], n
     for plan, layer, stepped, q, p, rope in every:
         b, h = p.shape[:2]
         q, p = (jax.lax.dynamic_index_in_dim(x, now, axis, keepdims=False) for x, axis in ((q, 3), (p, 2)))
+        # The recent window and the step's own token are always read.
         places = [
             jnp.broadcast_to(layer.recent.pos[:, None], (b, h, layer.recent.pos.shape[1])),
             cache.seen[:, None, None],
         ]
         columns = {name: x[:, :, cache.fill] for name, x in stepped.recent.columns.items()}
+        # Of each tier, the units that its selector picks; all of it without a selector.
         picks = []
         for i, (tier, config) in enumerate(zip(layer.tiers, plan.tiers, strict=True)):
             given = below[i] if config.follows else None
@@ -139,6 +176,7 @@ def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], n
             picks.append(units)
             places.append(jnp.broadcast_to(pos, (b, h, pos.shape[2])))
         below = below if all(units is None for units in picks) else picks
+        # Positions to a mask; -1 goes to the extra last place.
         at = jnp.concatenate([jnp.broadcast_to(x, (b, h, x.shape[2])) for x in places], -1)
         read = jax.vmap(jax.vmap(lambda i, n=p.shape[2]: jnp.zeros(n + 1, bool).at[i].set(True)))(at)[..., :-1]
         shares.append((p * read.astype(p.dtype)).sum(-1) / p.sum(-1))
@@ -147,9 +185,14 @@ def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], n
 
 
 def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray, float]:
-    """f32[L,N,B,H]: the share of the dense model's attention that each step reads; and how many tokens, a mean.
+    """Measure the share of the dense attention that each decode step reads, with teacher forcing.
 
-    The cache has read the beginning of i32[B,T]; the other N tokens go through it one by one, with its flushes.
+    Args:
+        cache: The cache after the first tokens of `ids`.
+        ids: i32[B,T]. The N tokens that the cache has not seen are stepped through one by one, flushes included.
+
+    Returns:
+        f32[L,N,B,H], the share that each step reads, and the mean number of tokens read.
     """
     tokens = jnp.asarray(ids)
     first = int(cache.seen.max())
@@ -169,7 +212,15 @@ flushed_due = jax.jit(flush_due)
 
 
 def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
-    """Mean KL in nats to the full model over the rest of i32[B,T], for each layer if it alone is compressed."""
+    """Measure the KL cost of compressing each layer alone.
+
+    Args:
+        cache: The compressed cache after the first tokens of `ids`.
+        ids: i32[B,T], token ids.
+
+    Returns:
+        Per layer the mean KL in nats to the full model over the tokens that the cache has not seen.
+    """
     rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
     held = stored(cache)
     full = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
@@ -181,7 +232,7 @@ def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
 
 
 def to_spare(costs: Sequence[float]) -> list[int]:
-    """The few layers that cost most: half of all KL, but a quarter of the layers at most.
+    """Return the costliest layers: those that make up half of the total KL, but at most a quarter of all layers.
 
     >>> to_spare([0.1, 3.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
     [1]

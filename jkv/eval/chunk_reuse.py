@@ -1,4 +1,4 @@
-"""What reuse of passages costs in quality, and what it saves: prompts beside the same prompts that are read whole."""
+"""Quality and latency of chunk reuse: prompts with reused passages against the same prompts prefilled in full."""
 
 from __future__ import annotations
 
@@ -30,17 +30,24 @@ from jkv.prefix_cache.prefix import Begins, BegunPrompts, doubling
 from jkv.prefix_cache.store import BLOCK, chain
 from jkv.prompts.prefill import prefilled
 
-NEW = 16  # tokens after a prompt, over which caches are compared
-POOL, EACH, SAID = 8, 4, 96  # passages, those of a prompt; tokens that a run says
-APART, EDITS = 24, (1, 4, 8)  # tokens between two places of edits; how many of them
-WHOLE, PLAIN = "none", "pie"  # names: what is read whole, and passages of which no token is read again
+NEW = 16  # tokens after a prompt over which KL is measured
+POOL, EACH, SAID = 8, 4, 96  # passages in the pool, passages per prompt, tokens that an agent generates
+APART, EDITS = 24, (1, 4, 8)  # least distance of two edits in tokens; numbers of edits per prompt
+WHOLE, PLAIN = "none", "pie"  # policies: prefill in full; reuse without recomputation
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, token ids; what follows it, of which the first `answer` tokens answer it; add(passages): what has been
-    read before it. counts: whether it is measured, and does not only fill the passages; edits: places where what was
-    read before was another text."""
+    """A test prompt with the passages to cache before it.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        follow: Token ids after the prompt, over which KL is measured.
+        add: Adds to `Passages` the text that is prefilled before the prompt.
+        answer: Number of tokens at the start of `follow` that are the right answer; 0 if the prompt asks nothing.
+        counts: Whether the prompt is measured. If not, it only warms the passages up.
+        edits: Number of places in which the cached text differed from the prompt.
+    """
 
     ids: list[int]
     follow: list[int]
@@ -52,7 +59,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Bed:
-    """Prompts in order; shared: all of them use the same passages, or each its own."""
+    """A test set of prompts, in order.
+
+    Attributes:
+        asked: The prompts.
+        shared: Whether all prompts share one set of passages, instead of each having its own.
+    """
 
     asked: list[Asked]
     shared: bool
@@ -62,12 +74,21 @@ class Bed:
 
     @property
     def measured(self) -> list[Asked]:
+        """The prompts that are measured."""
         return [x for x in self.asked if x.counts]
 
 
 def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
-    """Questions about `EACH` of `POOL` texts of `length` tokens, in any order: which, by Zipf's law. Each text has a
-    needle. The first prompts hold each text once, and are not counted."""
+    """Build questions about `EACH` of `POOL` documents, drawn by Zipf's law and placed in any order.
+
+    Each document hides a needle, and a question asks for one of them. The first prompts hold each document once and are
+    not measured.
+
+    Args:
+        samples: Number of measured prompts.
+        length: Tokens of a document.
+    """
+    # Documents with a needle each, and the text that follows a right answer.
     rng, tokenizer = np.random.default_rng(seed), _tokenizer(params)
     towns, codes = [x.capitalize() for x in coined(rng, POOL)], numbers(rng, POOL, 6)
     texts, after = [], []
@@ -95,6 +116,7 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
         ids = [*head, *(x for i in which for x in texts[i]), *tail]
         return Asked(ids, after[about][:NEW], add, len(tokenizer.within(f" {codes[about]}")), counts)
 
+    # Warm-up prompts with every document once, then the measured ones.
     order = rng.permutation(POOL).tolist()
     first = [ask(order[i : i + EACH], order[i], False) for i in range(0, POOL, EACH)]
     odds = 1 / np.arange(1, POOL + 1)
@@ -103,9 +125,13 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
 
 
 def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
-    """Code of `EACH * length` tokens, read before it was edited: in one, four or eight places, prompt by prompt.
+    """Build prompts of code that was cached before an edit: in one, four or eight places, prompt by prompt.
 
-    An edit takes 0 to 5 tokens away and puts 0 to 5 of the same code there: an insertion, a deletion or both.
+    An edit deletes 0 to 5 tokens and inserts 0 to 5 tokens of the same code, at least one of the two.
+
+    Args:
+        samples: Number of prompts.
+        length: A quarter of a prompt's tokens; prompts have `EACH * length`.
     """
     rng, tokenizer, length = np.random.default_rng(seed), _tokenizer(params), EACH * length
     text = corpora.text("stdlib")[: 20 * samples * (length + NEW)]
@@ -124,7 +150,12 @@ def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
 
 
 def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
-    """A text is summed up by a run of the model, and what that said stands in a second run's prompt."""
+    """Build prompts in which a second run reads what a first run of the model generated about a text.
+
+    Args:
+        samples: Number of prompts.
+        length: Words of each text that the first run reads.
+    """
     rng = np.random.default_rng(seed)
     about = {"prefix": "", "answers": ("",), "meta": {}}
 
@@ -132,6 +163,7 @@ def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
         out: Any = generate(params, CacheConfig(), prompts, max_new_tokens=new, stop_ids=())
         return out.tokens, out.cache
 
+    # First run: an explanation of each text, with the cache rows that hold it.
     told = [
         sum(
             quality_eval.cut(params, Example(context=f"{prose(rng, length)}\n\n", question="Explain this.", **about)),
@@ -155,6 +187,7 @@ def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
         before, after = quality_eval.cut(params, example)
         return Asked([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
 
+    # Second run: its own continuation is what KL is measured over.
     asked = [one(*x) for x in zip(said, caches, strict=True)]
     goes, _ = says([x.ids for x in asked], NEW)
     return Bed([replace(x, follow=y) for x, y in zip(asked, goes, strict=True)], shared=False)
@@ -170,7 +203,7 @@ def _tokenizer(params: Params) -> Any:
 
 
 class Ready(Begins):
-    """Prompts of one call that begin with what is there already, one each."""
+    """Prefix source that returns caches that are already prefilled, one per prompt."""
 
     def __init__(self, given: Sequence[tuple[Cache, int, int]], params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
@@ -183,17 +216,30 @@ class Ready(Begins):
 def quality(
     params: Params, bed: Bed, configs: Sequence[CacheConfig], renews: Sequence[str], done: Container[int] = ()
 ) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
-    """Of every prompt that counts, but for those `done`: its number, cache, renewal, and a row.
+    """Measure the quality of chunk reuse, prompt by prompt.
 
-    kl in nats to the same cache after the prompt that is read whole, a mean of what follows; right: whether the answer
-    is given word for word; read: the share of the prompt's tokens and layers that are read; ms: what that took, but for
-    the last tokens, which every cache reads itself, and for compilation; where every prompt has its own texts, reading
-    those by themselves is a part of it (`times` leaves it out).
+    A prompt is prefilled once per recompute policy. The resulting caches then go through `follow` as rows of one batch.
+    Configs that load the same records and always recompute the same number of last tokens share the prefill.
 
-    A prompt is read once in every way; then its caches, a row of a batch each, go through what follows. Caches that
-    take what was read as it is (the same records, and as many last tokens that are read in any case) share it.
-    ValueError for one that reads prompts whole.
+    Args:
+        bed: The prompts.
+        configs: Caches to measure.
+        renews: Recompute policies, as `Passages(renew=...)` takes them. The full prefill (`WHOLE`) is measured too.
+        done: Prompt numbers that were measured before and are skipped.
+
+    Yields:
+        (prompt number, cache, policy, row). Columns of a row:
+        kl: mean KL in nats over `follow`, to the same cache after a full prefill;
+        right: whether the answer is predicted token for token, if the prompt has one;
+        read: the share of the prompt's (token, layer) pairs that were computed;
+        ms: time of the prefill without compilation and without the last tokens, which every cache computes itself. If
+        every prompt has its own passages, prefilling those is included (`times` leaves it out);
+        tokens: tokens of the prompt; edits: number of edits, if any.
+
+    Raises:
+        ValueError: A config cannot reuse anything.
     """
+    # Group configs that can share a prefill.
     alike: dict[tuple[str, int], list[CacheConfig]] = {}
     for config in configs:
         joins = Joins(Passages(PLAIN), params, config.bound(params))
@@ -209,11 +255,12 @@ def quality(
         for key, some in alike.items():
             if not bed.shared:
                 ways[key] = fresh()
+            # Prefill the prompt once per policy.
             begun, read, ms = [], [], []
             for renew, passages in ways[key].items():
                 if renew != WHOLE:
                     x.add(passages)
-                if number in done and passages.renew.alpha is None:  # which remembers nothing of a prompt
+                if number in done and passages.renew.alpha is None:  # its policy keeps no state between prompts
                     continue
                 before, joins, cost, start = (
                     passages.read,
@@ -224,6 +271,7 @@ def quality(
                 begun.append(joins.read(params, x.ids, cost, doubling(max(joins.whole(len(x.ids)), 1))))
                 ms.append(1e3 * (time.perf_counter() - start - cost.compiling))
                 read.append((passages.read - before) / len(x.ids))
+            # Compare each config after these prefills, one row per policy.
             for config in some if x.counts and number not in done else ():
                 kind = partial(BegunPrompts, begins=partial(Ready, begun))
                 cache, last, *_ = prefilled(params, config, [x.ids] * len(begun), 2 * NEW, 0, kind=kind)
@@ -239,13 +287,19 @@ def quality(
 
 
 def passages_of(renew: str) -> Passages:
-    """Passages of a renewal; of what is read whole none is ever added."""
+    """Return empty passages with a recompute policy. For `WHOLE` no passage is ever added."""
     return Passages(PLAIN if renew == WHOLE else renew)
 
 
 def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[float]:
-    """Milliseconds from each prompt that counts to its first logits, without compilation; what is read before a prompt
-    is no part of it. Of a bed in which every prompt has its own passages it is the second time that it is read."""
+    """Measure the time to the first logits of each measured prompt, in ms without compilation.
+
+    Prefilling the passages before a prompt does not count. If every prompt has its own passages, the prompt is
+    prefilled twice and the second time counts.
+
+    Args:
+        renew: Recompute policy, or `WHOLE`.
+    """
     out, passages = [], passages_of(renew)
     for x in bed:
         passages = passages if bed.shared else passages_of(renew)
@@ -263,7 +317,7 @@ def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[flo
 
 
 def drift(params: Params, bed: Bed) -> list[float]:
-    """1 - cos of the values of what was read before, as held and as read in the prompt, a mean of prompts, by layer."""
+    """Return 1 - cos of cached values against values prefilled in the prompt, per layer, averaged over prompts."""
     out = []
     for x in bed.measured:
         passages = Passages(PLAIN)
@@ -283,7 +337,7 @@ def drift(params: Params, bed: Bed) -> list[float]:
 
 
 def beginnings(bed: Bed) -> int:
-    """Tokens that the measured prompts have to read where whole blocks of their beginnings are found again."""
+    """Count the tokens that the measured prompts prefill if only whole blocks of a shared prefix are reused."""
     seen: set[str] = set()
     read = 0
     for x in bed:
@@ -295,11 +349,14 @@ def beginnings(bed: Bed) -> int:
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a cache, number of edits and renewal of the rows of prompts: means, and the median of ms.
+    """Aggregate rows per cache, number of edits and recompute policy: means, and the median of `ms`.
 
-    score: the share of right answers, None where nothing was asked. fewer, less: right answers that the same prompts
-    lose beside those read whole, and nats that they lose less than with `PLAIN`; None beside what was not measured.
-    Each mean that says more than its name has its standard error beside it, as (mean, error).
+    Statistics that are compared come as (mean, standard error), or None if they were not measured.
+
+    Returns:
+        One row per group. `score` is the share of right answers, or None if nothing was asked. `fewer` is how many
+        right answers the same prompts lose against the full prefill, and `less` how many nats less they lose than with
+        `PLAIN`.
     """
     groups: dict[tuple[str, int, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
@@ -308,6 +365,7 @@ def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for (cache, places, renew), own in groups.items():
         some = [*own.values()]
+        # Pair each prompt with itself under the policy it is compared with.
         paired = {
             name: [(own[i][key], other[i][key]) for i in own if i in other and key in own[i]]
             for name, key, other in (
@@ -333,7 +391,7 @@ def summed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float] | None:
-    """Their mean and its standard error; None of fewer than two.
+    """Return the mean and its standard error, or None for fewer than two values.
 
     >>> spread([1.0, 2.0, 3.0, 2.0]), spread([1.0])
     ((2.0, 0.408248290463863), None)

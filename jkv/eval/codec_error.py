@@ -1,4 +1,4 @@
-"""What a codec costs, a forward pass a text: every token attends to all before it as their codes decode."""
+"""Codec error: KL, agreement and perplexity of forward passes that attend to decoded keys and values."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from jkv.protocols import Code, Codec
 
 Side = Literal["keys", "values"]
 SIDES: tuple[Side, ...] = ("keys", "values")
-BANDS = 4  # of channels
-FAR = 8  # times the median
+BANDS = 4  # bands of key channels
+FAR = 8  # a layer is an outlier above this multiple of the median
 SLICE = 64  # tokens whose logits exist at once
 
 
@@ -48,9 +48,18 @@ def read(
     fresh: bool = True,
     run: Run = call,
 ) -> Array:
-    """The last block's output [B,T,E] for texts i32[B,T], read into a cache that is not kept; fresh: it is empty.
+    """Run texts through layers that attend to a cache's decoded keys and values, without keeping the cache.
 
-    Blocks `first` to below `end` read x [B,T,E], what the one before `first` made of the texts, or None: embeddings.
+    Args:
+        cache: The cache to attend through.
+        ids: i32[B,T], token ids.
+        x: [B,T,E], the input of layer `first`, or None for the embeddings.
+        first: First layer to run.
+        end: Layer to stop before; None for the last layer.
+        fresh: Whether the cache is empty.
+
+    Returns:
+        [B,T,E], the output of the last layer that ran.
     """
     stay = None if fresh else cache.stay
     out, pos, _, steps = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=stay, later=not fresh)
@@ -74,9 +83,15 @@ def read(
 
 @program(arguments=(None, None, None, None), results=None)
 def compared(ends: Params, full: Array, own: Array, tokens: Array) -> tuple[Array, Array, Array]:
-    """KL in nats, whether both prefer the same, and the negative log-likelihood of i32[B,n], each [B,n].
+    """Compare two models' predictions of tokens i32[B,n].
 
-    full, own [B,n,E]: what the last block says of the tokens before.
+    Args:
+        ends: The weights of the embedding and the head.
+        full: [B,n,E], last hidden states of the full cache before each token.
+        own: [B,n,E], the same states of the compressed cache.
+
+    Returns:
+        KL in nats, whether both have the same top token, and the negative log-likelihood under `own`, each [B,n].
     """
     full, own = (family(ends.config).head(ends, x) for x in (full, own))
     nll = -jnp.take_along_axis(jax.nn.log_softmax(own), tokens[..., None], -1)[..., 0]
@@ -86,9 +101,9 @@ def compared(ends: Params, full: Array, own: Array, tokens: Array) -> tuple[Arra
 def sliced(
     ends: Params, full: Array, own: Array, rows: np.ndarray, prefix: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """`compared` of the tokens of texts i32[B,T] from `prefix` on, slice by slice.
+    """Yield `compared` for the tokens of i32[B,T] from `prefix` on, `SLICE` tokens at a time.
 
-    The last one is moved back to be as long as all, and gives its new tokens.
+    The last slice starts earlier, so that all have one shape, and yields only its new tokens.
     """
     length = rows.shape[1]
     n = min(SLICE, length - prefix)
@@ -101,13 +116,13 @@ def sliced(
 
 @jax.jit
 def apart(full: Array, own: Array) -> Array:
-    """The mean over tokens of |own - full|^2 / |full|^2, of f[B,T,E]."""
+    """Return the mean over tokens of |own - full|^2 / |full|^2 for f[B,T,E]."""
     full, own = full.astype(jnp.float32), own.astype(jnp.float32)
     return (((own - full) ** 2).sum(-1) / jnp.maximum((full**2).sum(-1), 1e-30)).mean()
 
 
 def outlying(costs: Sequence[float]) -> list[int]:
-    """The layers, a quarter of them at most, that cost more than `FAR` times the median of those that cost something.
+    """Return the layers that cost over `FAR` times the median nonzero cost, at most a quarter of all layers.
 
     >>> outlying([0.1, 3.0, 0.1, 0.2, 0.1]), outlying([0.1, 0.2, 0.3, 0.4])
     ([1], [])
@@ -118,7 +133,7 @@ def outlying(costs: Sequence[float]) -> list[int]:
 
 
 def only(config: CacheConfig, side: Side) -> CacheConfig:
-    """The config with exact values, or exact keys: `side` alone is coded."""
+    """Return the config with only `side` quantized and the other side exact."""
 
     def one(k: Codec | None, v: Codec | None) -> tuple[Codec | None, Codec | None]:
         return (k, v and Dense()) if side == "keys" else (k and Dense(), v)
@@ -130,7 +145,7 @@ def only(config: CacheConfig, side: Side) -> CacheConfig:
 
 @part
 class Band(Turned):
-    """x ~ what `inner` keeps, in channels first to below end of each half of them; the others are exact."""
+    """Codec that applies `inner` to channels [first, end) of each half of the channels and keeps the others exact."""
 
     first: int = 0
     end: int = 0
@@ -147,7 +162,7 @@ class Band(Turned):
 
 
 def banded(config: CacheConfig, first: int, end: int) -> CacheConfig:
-    """The config with exact values and exact keys, but for these channels of each half."""
+    """Return the config with only the key channels [first, end) of each half quantized, everything else exact."""
 
     def one(k: Codec | None) -> Codec | None:
         return k if k is None or k.exact else Band(inner=k, first=first, end=end)
@@ -158,9 +173,15 @@ def banded(config: CacheConfig, first: int, end: int) -> CacheConfig:
 
 
 class Codecs:
-    """Texts i32[n,T] read by the full cache, once, and then by any codec; what follows `prefix` tokens counts.
+    """Codec evaluation on texts i32[n,T]: one pass through the full cache, then one pass per config.
 
-    A text at a time. Every token is coded, its own key and value too, but for those at the end that fill no unit.
+    Tokens after the first `prefix` count. Texts run one at a time. Every token is quantized, including a query's own
+    key and value, except the last tokens if they do not fill a group.
+
+    Args:
+        params: The model.
+        ids: i32[n,T], the texts.
+        prefix: Tokens of each text that are not scored.
     """
 
     def __init__(self, params: Params, ids: np.ndarray, prefix: int) -> None:
@@ -178,9 +199,14 @@ class Codecs:
         return Cost().run(read, self.params, cache, pad([row.tolist()], len(row)), x, **blocks)
 
     def by_layer(self, config: CacheConfig) -> dict[str, Any]:
-        """KL if one layer alone is coded, the others exact; of its keys and of its values alone; `spare`, the layers
-        that cost most; `by_band`, KL if of all layers' keys a quarter of the channels is coded, the fastest turning
-        first."""
+        """Measure the KL if a single layer is quantized, and by side and by channel band.
+
+        Returns:
+            `by_layer`, `by_layer_keys` and `by_layer_values`: KL if one layer alone is quantized, both sides or one
+            side;
+            `spare`: the layers that cost most; `by_band`: KL if one quarter of the key channels is quantized in all
+            layers, fastest rotating channels first.
+        """
         ways = {"": config, **{f"_{side}": only(config, side) for side in SIDES}}
         means = self.alone([*ways.values()]).mean(2).round(6).tolist()
         found = {f"by_layer{way}": cost for way, cost in zip(ways, means, strict=True)}
@@ -189,7 +215,15 @@ class Codecs:
         return found | {"spare": to_spare(means[0]), "by_band": bands}
 
     def alone(self, configs: Sequence[CacheConfig], say: Callable[[str], None] = lambda _: None) -> np.ndarray:
-        """f64[configs, layers, texts]: KL if one layer alone is coded, the others exact; a word after each layer."""
+        """Measure the KL in nats if one layer alone is quantized and the others are exact.
+
+        Args:
+            configs: The configs to measure.
+            say: Called with a progress message after each layer.
+
+        Returns:
+            f64[configs, layers, texts].
+        """
         coded, model = [self._empty(config) for config in configs], self.params.config
         attending = [i for i in range(model.depth) if model.attends(i)]
         costs = np.zeros((len(configs), len(attending), len(self.ids)))
@@ -198,19 +232,21 @@ class Codecs:
             for text, (row, full) in enumerate(zip(self.ids, self.full, strict=True)):
                 x = before[text]
                 for way, cache in enumerate(coded if i in attending else []):
+                    # This layer through the codec, all later ones exact.
                     own = self._read(cache, row, x, first=i, end=i + 1)
                     own = self._read(self.exact, row, own, first=i + 1)
                     kl = np.concatenate([kl for kl, _, _ in self._sliced(full, own, row)], 1)
                     costs[way, attending.index(i), text] = kl.mean(dtype=float)
+                # The exact input of the next layer.
                 before[text] = self._read(self.exact, row, x, first=i, end=i + 1)
             if i in attending:
                 say(f"layer {attending.index(i) + 1}")
         return costs
 
     def moved(self, config: CacheConfig) -> list[float]:
-        """How far coding a layer moves what its block makes of exact inputs: the mean of |y' - y|^2 / |y|^2.
+        """Measure how far quantizing each layer changes its output on exact inputs: the mean of |y' - y|^2 / |y|^2.
 
-        One pass, in which every layer is read twice; what stands out in it (`outlying`) is to be spared.
+        One pass over the texts, in which every attention layer runs twice. `outlying` names the layers to keep exact.
         """
         coded, model, texts = self._empty(config), self.params.config, []
         for row in self.ids:
@@ -225,7 +261,10 @@ class Codecs:
         return np.mean(texts, 0).tolist()
 
     def __call__(self, config: CacheConfig) -> dict[str, Any]:
-        """KL and agreement with the full cache, and perplexity, by text too; bits of a number of keys and of values."""
+        """Measure KL and agreement with the full cache, perplexity, and bits per number of keys and values.
+
+        Per-text values are in `kl_by_text` and `nll_by_text`.
+        """
         found, cache = [], self._empty(config)
         for row, full in zip(self.ids, self.full, strict=True):
             own = self._read(cache, row)
@@ -243,7 +282,7 @@ class Codecs:
         }
 
     def _bits(self, cache: Cache) -> list[float]:
-        """Bits of a number of keys and of values, those of the exact first tokens among them."""
+        """Return bits per number of keys and of values, averaged with the exact sink tokens."""
         exact, n = cache.plan[0].sinks, self.ids.shape[1]
         wide = 8 * cache.dtype.itemsize
         return [round((exact * wide + (n - exact) * bits) / n, 4) for bits in tier_bits(cache)]

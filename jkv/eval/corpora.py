@@ -1,4 +1,4 @@
-"""Texts to measure on: those in every Python, a user's file, token files, and hub datasets if there are any."""
+"""Text corpora: Python's own documentation and sources, user files, token files and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import numpy as np
 from jkv.io.errors import FetchError
 from jkv.utils.optional_deps import install
 
-# Not text of its own (tests, a copy of the topics) or different on each machine (what the build has left).
+# Left out: no text of its own (tests, a copy of the topics), or different on each machine (build output).
 _SKIPPED = {"test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages", "pydoc_data"}
-SIDES, HELD_BACK = ("train", "test"), 0.2  # of a corpus, and the share of its documents that are never trained on
+SIDES, HELD_BACK = ("train", "test"), 0.2  # sides of a corpus; share of the documents in "test"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"“])")
 
-# name -> repository, configuration, column of the text. Repositories of data files only: nothing of them is executed.
+# name -> repository, configuration, text column. These repositories hold data files only: no code of them is executed.
 HUB = {
     "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "text"),
     "pg19": ("emozilla/pg19", None, "text"),
@@ -34,12 +34,16 @@ HUB = {
 
 
 def documents(name: str) -> list[str]:
-    """The documents of a corpus, in a fixed order.
+    """Return the documents of a corpus, in a fixed order.
 
-    `name` is "pydoc" (English prose of Python's manual, a topic each), "stdlib" (sources of the standard library, a
-    module each), a name in `HUB`, or a UTF-8 text file (a paragraph each). With ":train" or ":test" after it, one side
-    of `split`, and what is for training has no paragraph of what is held back. Raises ValueError for a name or file
-    that is none of these, FetchError if a hub dataset cannot be had.
+    Args:
+        name: "pydoc" (English prose of Python's manual, one document per topic), "stdlib" (sources of the standard
+            library, one document per module), a name in `HUB`, or a UTF-8 text file (one document per paragraph). With
+            ":train" or ":test" appended, one side of `split`; paragraphs that occur in "test" are removed from "train".
+
+    Raises:
+        ValueError: The name or file is none of these.
+        FetchError: A hub dataset cannot be downloaded.
 
     >>> len(documents("pydoc")) > 50
     True
@@ -55,17 +59,24 @@ def documents(name: str) -> list[str]:
 
 
 def text(name: str) -> str:
-    """The documents of `documents` as one text; a user's file as it is. Raises as `documents` does."""
+    """Return the documents of a corpus as one text, a user's file unchanged. Raises as `documents` does."""
     if name in LOCAL or name in HUB or name.endswith(tuple(f":{side}" for side in SIDES)):
         return "\n\n".join(documents(name))
     return _file(name)
 
 
 def split(name: str, share: float = 0.1) -> tuple[list[str], list[str]]:
-    """Documents to train on and to test on: about `share` of them are for tests.
+    """Split the documents of a corpus into a training and a test side.
 
-    The hash of a document alone decides, so a document is on one side only, however often it occurs, and stays there
-    when others come. Raises ValueError if one side is empty, and as `documents` does.
+    The hash of a document alone decides its side, so duplicates stay together and adding documents moves none.
+
+    Args:
+        name: A corpus, as in `documents`.
+        share: Approximate fraction of the documents in the test side.
+
+    Raises:
+        ValueError: One side is empty, or as `documents`.
+        FetchError: As `documents`.
     """
     if not 0 < share < 1:
         raise ValueError(f"share={share}: the fraction of documents that are for tests, between 0 and 1")
@@ -94,9 +105,10 @@ def _parts(document: str) -> list[str]:
 
 
 def windows(ids: Sequence[int] | np.ndarray, length: int, samples: int, seed: int = 0) -> np.ndarray:
-    """Windows of a token stream, i32[samples, length]: in order, without overlap, one in each equal part of it.
+    """Cut non-overlapping windows i32[samples, length] from a token stream, one per equal part, in order.
 
-    Raises ValueError if the stream is too short for that.
+    Raises:
+        ValueError: The stream is too short.
 
     >>> windows(range(12), length=3, samples=4)[:, 0].tolist()
     [0, 3, 6, 9]
@@ -119,9 +131,15 @@ def windows(ids: Sequence[int] | np.ndarray, length: int, samples: int, seed: in
 
 
 def tokens(path: str | Path, vocab: int, width: int | None = None) -> np.ndarray:
-    """The only array of an .npz file: token ids i32[n, prefix + continue], below `vocab`, `width` of them in a row.
+    """Load token ids i32[n, prefix + continue], the only array of an .npz file.
 
-    Raises ValueError for everything else that the file may be.
+    Args:
+        path: The file.
+        vocab: Upper bound (exclusive) of the ids.
+        width: Required tokens per row, or None for any.
+
+    Raises:
+        ValueError: The file is missing, not an .npz, or holds something else.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -155,7 +173,7 @@ def tokens(path: str | Path, vocab: int, width: int | None = None) -> np.ndarray
 
 
 def sentences(document: str) -> Iterator[str]:
-    """The sentences of a text, each with the white space after it: joined, they are the text.
+    """Split a text into sentences, each with the white space after it, so that joined they are the text.
 
     >>> list(sentences("It is late. Who is there?"))
     ['It is late. ', 'Who is there?']
@@ -181,7 +199,7 @@ def _pydoc() -> tuple[str, ...]:
 
 
 def _paragraphs(topic: str) -> Iterator[str]:
-    """The paragraphs that are English sentences, each on one line, without their markup."""
+    """Yield the paragraphs that are English sentences, one line each, without markup."""
     for block in re.split(r"\n\s*\n", topic):
         line = " ".join(textwrap.dedent(block).split())
         line = re.sub(r"^(?:[*\-•]|\d+\.)\s+", "", line)
@@ -256,7 +274,7 @@ def _hub(name: str) -> tuple[str, ...]:
 
 
 def _articles(lines: Iterable[str]) -> Iterator[str]:
-    """Wikitext's lines as articles: each starts with a title between single equals signs."""
+    """Join the lines of Wikitext to articles: each starts with a title between single equals signs."""
     article: list[str] = []
     for line in lines:
         if re.match(r"\s*= [^=].*[^=] =\s*$", line) and article:

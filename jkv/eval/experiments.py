@@ -1,4 +1,4 @@
-"""The experiments of `jkv eval`: what is measured of each cache, row by row, into a file that can be gone on with."""
+"""The experiments of `jkv eval`: each measures caches row by row into a result file that can be resumed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,20 @@ from jkv.models.weights.linear import forms
 from jkv.utils.json_results import versions
 
 KEEPS = (0.5, 0.25, 0.125)
-Say = Callable[[str], None]  # takes what was just measured
+Say = Callable[[str], None]  # progress callback
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every experiment needs: a model, the caches as text, how many at a time, where results go.
+    """Settings that all experiments share. Raises ValueError for a cache that the model cannot have.
 
-    Raises ValueError for a cache that the model cannot have, before any is measured.
+    Attributes:
+        name: Name of the model, for the result file.
+        params: The model.
+        caches: Cache compositions, as text.
+        batch: Texts or prompts per batch.
+        path: Result file, or None for results in memory only.
+        seed: Seed of the synthetic tasks.
     """
 
     name: str
@@ -51,7 +57,13 @@ class Setting:
             parse(cache).bound(self.params)
 
     def results(self, command: str, prompts: Sequence[str | bytes], **how: Any) -> Results:
-        """The file, with all that its numbers depend on; see `results.Results`."""
+        """Open the result file with everything its numbers depend on as `meta`; see `results.Results`.
+
+        Args:
+            command: Name of the experiment.
+            prompts: The texts, for a digest.
+            **how: The experiment's own settings.
+        """
         tokenizer = self.params.tokenizer
         meta = {
             "command": command,
@@ -71,7 +83,14 @@ class Setting:
     def each(
         self, found: Results, say: Say, rows: Sequence[dict[str, Any]], run: Callable[..., dict[str, Any]]
     ) -> None:
-        """Measures what is missing: a row for every cache and every key of `rows`."""
+        """Measure what the results lack: one row per cache and per key of `rows`.
+
+        Args:
+            found: The results, which new rows are added to.
+            say: Called with a progress message per row.
+            rows: Keys of the rows, each with at least "task".
+            run: Returns the measured columns of a config and a key.
+        """
         for cache in self.caches:
             config = parse(cache)
             for key in rows:
@@ -82,10 +101,10 @@ class Setting:
 
 
 def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> list[str]:
-    """Every method of the catalogue for texts of `length` tokens, at each fraction where it takes a budget.
+    """List every catalogue method for texts of `length` tokens, at each fraction of `keeps` if it takes a budget.
 
-    What modifies others ("append", "coded", "vote" ...) is no method by itself; nor is there what must be trained or
-    calibrated first, unless weights for this model come with jkv; what selects keeps everything and reads the fraction.
+    Left out are modifiers of other methods ("append", "coded", "vote" ...) and methods that need training or
+    calibration, unless weights for this model come with jkv. Selectors keep all tokens and read the fraction.
 
     >>> from jkv import models
     >>> [x for x in catalogue(1024, models.random(models.TINY), keeps=(0.25,)) if "snapkv" in x]
@@ -94,6 +113,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
     out = []
     for row in CATALOGUE.values():
         takes = row.arguments
+        # A budget, a number of selected pages, or a method without a size.
         if row.sized and takes["keep"] is None:  # else it has a fraction of its own
             out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
@@ -105,7 +125,7 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
 
 
 def has_weights(config: CacheConfig, params: Params) -> bool:
-    """Whether a config needs no weights, or has those of this model, or they come with jkv."""
+    """Return whether a config needs no trained weights, or has weights for this model."""
     try:
         config.bound(params)
     except ValueError:
@@ -124,9 +144,19 @@ def texts(
     seed: int,
     endless: bool = False,
 ) -> tuple[np.ndarray, str]:
-    """Token ids i32[samples, prefix + rest] of a corpus, a text file or an .npz, and what to call their source.
+    """Load token ids i32[samples, prefix + rest] from a corpus, a text file or an .npz file, and the source's name.
 
-    endless: they may be more than the model's context has room for.
+    Args:
+        corpus: Corpus of `corpora`, used if neither `file` nor `tokens` is given.
+        file: A text file.
+        tokens: An .npz file of token ids.
+        prefix: Tokens of the compressed prefix.
+        rest: Tokens of the continuation.
+        samples: Number of texts.
+        endless: Whether texts may exceed the model's context.
+
+    Raises:
+        ValueError: A number is below 1, texts exceed the context, or the model has no tokenizer.
     """
     if prefix < 1 or rest < 1 or samples < 1:
         raise ValueError(f"prefix={prefix}, continue={rest}, samples={samples}: each must be 1 or more")
@@ -144,7 +174,16 @@ def texts(
 
 
 def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool, say: Say) -> Results:
-    """One row a cache: perplexity of what follows a compressed prefix."""
+    """Measure the perplexity of the continuation of a compressed prefix, one row per cache.
+
+    Args:
+        s: Shared settings.
+        ids: i32[samples, prefix + continuation].
+        source: Name of the texts.
+        prefix: Tokens of the prefix.
+        frozen: Whether nothing is compressed after the prefix.
+        say: Progress callback.
+    """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
     found = s.results("ppl", [ids.tobytes()], source=source, **how)
     prefills = Prefills(limit=LIMIT if len(s.caches) > 1 else 0)
@@ -154,9 +193,16 @@ def perplexity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bo
 
 
 def endless(s: Setting, ids: np.ndarray, source: str, points: int, prefix: int, rest: int, say: Say) -> Results:
-    """A row a cache and place, `points` of them evenly in i32[T]; see `measure.endless`.
+    """Measure a text beyond the model's context, one row per cache and place; see `quality.endless`.
 
-    ValueError for a cache that is not made for texts beyond the model's context.
+    Args:
+        ids: i32[T], the text.
+        points: Number of evenly spaced places.
+        prefix: Tokens prefilled before the first place.
+        rest: Tokens predicted at each place.
+
+    Raises:
+        ValueError: The text is too short, or a cache does not support texts beyond the context.
     """
     if points < 2 or len(ids) < prefix + points * rest:
         raise ValueError(
@@ -170,7 +216,7 @@ def endless(s: Setting, ids: np.ndarray, source: str, points: int, prefix: int, 
     ends = np.linspace(prefix, len(ids) - rest, points).astype(int).tolist()
     for cache in s.caches:
         keys = [{"cache": cache, "task": f"endless/{source}", "after": end} for end in ends]
-        if all(found.find(**key) for key in keys):  # what is far goes through what is near
+        if all(found.find(**key) for key in keys):  # all or none: a later place needs the text before it
             continue
         for key, row in zip(keys, quality_eval.endless(s.params, parse(cache), ids, ends, prefix, rest), strict=True):
             if found.find(**key) is None:
@@ -181,7 +227,13 @@ def endless(s: Setting, ids: np.ndarray, source: str, points: int, prefix: int, 
 
 
 def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool, layers: bool, say: Say) -> Results:
-    """One row a cache: how far its next-token distributions are from the full cache's."""
+    """Measure the distance of next-token distributions from the full cache's, one row per cache.
+
+    Args:
+        ids: i32[samples, prefix + continuation].
+        frozen: Whether nothing is compressed after the prefix.
+        layers: Whether to measure each layer's compression alone too.
+    """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "frozen": frozen}
     found = s.results("fidelity", [ids.tobytes()], source=source, layers=layers, **how)
     key = {"task": f"fidelity/{source}"}
@@ -193,7 +245,12 @@ def fidelity(s: Setting, ids: np.ndarray, source: str, prefix: int, frozen: bool
 
 
 def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, layers: bool, say: Say) -> Results:
-    """One row a cache: what its codec costs texts that attend to nothing but codes; see `eval.codecs`."""
+    """Measure the codec error, one row per cache; see `codec_error`.
+
+    Args:
+        ids: i32[samples, prefix + continuation].
+        layers: Whether to measure each layer's codec alone too.
+    """
     how = {
         "prefix": prefix,
         "continue": ids.shape[1] - prefix,
@@ -209,7 +266,10 @@ def codecs(s: Setting, ids: np.ndarray, source: str, prefix: int, layers: bool, 
 
 
 def spare(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Results:
-    """One row a cache: how far its codes move each layer, and the layers that stand out; see `eval.codecs`."""
+    """Measure how far quantization moves each layer's output, and name the outlier layers, one row per cache.
+
+    See `codec_error.Codecs.moved`.
+    """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids)}
     found = s.results("spare", [ids.tobytes()], source=source, **how)
     key = {"task": f"spare/{source}"}
@@ -226,9 +286,13 @@ def spare(s: Setting, ids: np.ndarray, source: str, prefix: int, say: Say) -> Re
 
 
 def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, say: Say) -> Results:
-    """One row a cache: the share of the full model's attention that its steps read, and of how many tokens.
+    """Measure the share of the full model's attention that decode steps read, one row per cache.
 
-    `recovered`: a mean over the layers from `spared` on, which selectors leave whole; `by_layer`: of every layer.
+    `recovered` is the mean over the layers from `spared` on, because selectors leave earlier layers whole; `by_layer`
+    has all layers; `tokens_read` is the mean number of tokens read.
+
+    Raises:
+        ValueError: A cache skips prompt tokens in prefill, so that attention cannot be compared by token.
     """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
     found, prefill = s.results("attention", [ids.tobytes()], source=source, **how), Prefills()
@@ -257,8 +321,16 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
 
 
 def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, say: Say) -> Results:
-    """One row a cache: the share of the full model's attention in what its selector picks, of a full cache of `prefix`
-    tokens, for the tokens after them; see `selector_recall.recovered`. ValueError for a cache without a selector.
+    """Measure the attention recall of a cache's selector on a full cache, one row per cache.
+
+    The share of the full model's attention in what the selector picks; see `selector_recall.recovered`.
+
+    Args:
+        ids: i32[samples, prefix + continuation]; the tokens after `prefix` query it.
+        spared: Layers that the selector leaves whole.
+
+    Raises:
+        ValueError: A cache has no selector, or `prefix` is shorter than its recent window and a page.
     """
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids), "spared": spared}
     found = s.results("picks", [ids.tobytes()], source=source, **how)
@@ -284,7 +356,7 @@ def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, sa
 
 
 def count(params: Params, turns: int = 1) -> Callable[[str], int]:
-    """Tokens of a text, with what the chat template adds to so many questions."""
+    """Return a token counter for task texts, including what the chat template adds for `turns` questions."""
     tokenizer = params.tokenizer
     if tokenizer is None:
         raise ValueError("tasks need a tokenizer: this model was built without one")
@@ -304,7 +376,13 @@ def _asked(
     say: Say,
     seen: Sequence[bool],
 ) -> Results:
-    """Asks the questions of each task, `row` is its Task by its name in `made`."""
+    """Generate and score the answers of each task.
+
+    Args:
+        made: Examples by task name.
+        row: Returns the `Task` of a name in `made`.
+        seen: Question modes: True compresses the question with the context, False only the context.
+    """
     prompts = {name: [quality_eval.cut(s.params, e) for e in examples] for name, examples in made.items()}
 
     def run(config: Any, key: dict[str, Any]) -> dict[str, Any]:
@@ -319,7 +397,7 @@ def _asked(
 
 
 def drawn(s: Setting, names: Sequence[str], length: int, samples: int) -> dict[str, list[Example]]:
-    """The prompts of RULER's tasks, as results call them."""
+    """Draw the prompts of RULER tasks, keyed by their name in result files."""
     counted, rows = count(s.params), [tasks.find(tasks.TASKS, name) for name in names]
     return {f"{row.suite}/{row.name}": tasks.examples(row.name, length, samples, s.seed, counted) for row in rows}
 
@@ -327,7 +405,7 @@ def drawn(s: Setting, names: Sequence[str], length: int, samples: int) -> dict[s
 def ruler(
     s: Setting, made: dict[str, list[Example]], length: int, samples: int, seen: Sequence[bool], say: Say
 ) -> Results:
-    """One row a cache, task and way of asking, of what `drawn` gave."""
+    """Measure RULER tasks drawn by `drawn`, one row per cache, task and question mode."""
     prompts = [e.prompt for examples in made.values() for e in examples]
     found = s.results("ruler", prompts, length=length, samples=samples)
     return _asked(s, found, made, lambda name: tasks.TASKS[name.split("/")[1]], say, seen)
@@ -336,7 +414,7 @@ def ruler(
 def needle(
     s: Setting, lengths: Sequence[int], depths: Sequence[float], samples: int, seen: Sequence[bool], say: Say
 ) -> Results:
-    """One row a cache, length and depth: the needle in a haystack."""
+    """Measure the needle-in-a-haystack test, one row per cache, length, depth and question mode."""
     counted = count(s.params)
     made = {
         f"niah/{n}/{depth:.2f}": tasks.draw(
@@ -356,14 +434,14 @@ def needle(
 
 
 def context(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> int:
-    """Tokens of the contexts of sessions, their mean: what a budget is a share of, and the questions are not in it."""
+    """Return the mean tokens of the sessions' contexts without questions, which budgets are fractions of."""
     counted = count(params, scbench.TURNS + 1)
     made = [x for n in names for x in scbench.sessions(n, length, samples, seed, counted)]
     return round(float(np.mean([len(quality_eval.cut(params, x.turns[0])[0]) for x in made])))
 
 
 def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes: Sequence[str], say: Say) -> Results:
-    """One row a cache, session and mode; see `measure.converse`."""
+    """Measure multi-turn sessions, one row per cache, session and mode; see `quality.converse`."""
     counted = count(s.params, scbench.TURNS + 1)
     made = {n: scbench.sessions(n, length, samples, s.seed, counted) for n in names}
     found = s.results("multiturn", [x.text for some in made.values() for x in some], length=length, samples=samples)
@@ -377,6 +455,7 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
         task = scbench.SESSIONS[key["task"].split("/")[1]]
         got, honest, cost = [], [], []
         for session in made[task.name]:
+            # All turns of a session, then its probe.
             *answers, last = (
                 found := quality_eval.converse(s.params, config, session, task.new, key["mode"], s.batch)
             )[0]
@@ -399,13 +478,23 @@ def multiturn(s: Setting, names: Sequence[str], length: int, samples: int, modes
 
 
 def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: int, timed: bool, say: Say) -> Results:
-    """A row a prompt of a bed, cache and renewal: what it costs; or one a cache and renewal, how long it takes."""
+    """Measure chunk reuse on a test set of `chunk_reuse.BEDS`.
+
+    Args:
+        name: Name of the test set.
+        renews: Recompute policies.
+        samples: Number of prompts.
+        length: Tokens of a passage.
+        timed: Whether to measure the time to the first logits, one row per cache and policy, instead of the quality,
+            one row per prompt, cache and policy.
+    """
     bed = BEDS[name](s.params, samples, length, s.seed)
     ids = [np.asarray(x.ids, np.int32).tobytes() for x in bed]
     more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
     found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
     configs, task = [parse(x) for x in s.caches], {"task": f"reuse/{name}"}
     rows = [(config, renew) for config in configs for renew in (WHOLE, *renews)]
+    # Latency.
     if timed:
         for config, renew in rows:
             key = {"cache": str(config), **task, "renew": renew}
@@ -414,6 +503,7 @@ def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: in
                 found.add({**key, "first_ms": round(float(np.median(ms)), 1), "samples": len(ms)})
             say(f"{config} {renew}")
         return found
+    # Quality, without the prompts that are measured already.
     done = [
         i
         for i in range(len(bed.asked))

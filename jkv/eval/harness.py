@@ -1,4 +1,4 @@
-"""lm-evaluation-harness through a compressed cache: a model for `lm_eval.simple_evaluate`, and what its cache held."""
+"""lm-evaluation-harness adapter: a model for `lm_eval.simple_evaluate` with a compressed cache, and receipts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ from jkv.utils.optional_deps import install
 if TYPE_CHECKING:
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  an extra
 
-ROOM = 64  # tokens after a context come in such steps, so that few programs serve all tasks
-NEW = 256  # tokens that are generated where a task names no number
+ROOM = 64  # reserved tokens are rounded up to this, so that tasks share compiled programs
+NEW = 256  # default of max_gen_toks
 
 
 @dataclass
 class Receipt:
-    """What a cache held of the contexts of one task.
+    """What the cache held of the contexts of one task.
 
-    contexts: compressed once each, whatever number of answers they have; answers; seen, kept: tokens of all contexts
-    (and of what was generated after them), and of these the cache's, a mean over layers and heads; touched: contexts of
-    which something was evicted, coded or left unread, or of an answer to it, so 0 says that the task never reached the
-    budget; truncated:
-    contexts that lost their beginning to the model's context.
+    Attributes:
+        contexts: Contexts compressed, once each however many answers they have.
+        answers: Answers scored or generated.
+        seen: Tokens of all contexts, including generated ones.
+        kept: Tokens of these that the cache held, averaged over layers and heads.
+        touched: Contexts with something evicted, quantized or left unread, in the context or in an answer to it. 0
+            means that the task never reached the budget.
+        truncated: Contexts cut at the front to fit the model's context.
     """
 
     contexts: int = 0
@@ -52,13 +55,19 @@ class Receipt:
 
     @property
     def used(self) -> bool:
-        """Whether the compressed cache had a part in any answer."""
+        """Whether the compressed cache affected any answer."""
         return self.touched > 0
 
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens that are compressed, those that are read after it (a question that is not seen), and whose they are."""
+    """A tokenized context.
+
+    Attributes:
+        ids: Tokens that are compressed.
+        later: Tokens that are read after compression: the question, if unseen.
+        task: Name of the task.
+    """
 
     ids: tuple[int, ...]
     later: tuple[int, ...]
@@ -67,9 +76,17 @@ class Context:
 
 @dataclass
 class Backend:
-    """The three kinds of requests of lm-evaluation-harness, answered through a cache.
+    """The three request types of lm-evaluation-harness, answered through a cache.
 
-    question: "seen" is compressed with its context; "unseen": what follows the last `marker` is read afterwards.
+    Attributes:
+        params: The model.
+        config: The cache.
+        batch: Contexts, and answers, per batch.
+        chunk: Prefill chunk size.
+        question: "seen" compresses a question with its context; "unseen" reads what follows the last `marker`
+            afterwards.
+        marker: Text that begins the question.
+        receipts: Receipts by task.
     """
 
     params: Params
@@ -85,7 +102,7 @@ class Backend:
 
     @property
     def start(self) -> int:
-        """The token that stands for an empty context."""
+        """The token that represents an empty context."""
         first = self.params.tokenizer.bos_id
         begins = stop_ids_of(self.params) if first is None else (first,)
         if not begins:
@@ -94,14 +111,16 @@ class Backend:
 
     @narrow
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log p(continuation | context) in nats, whether it is greedy) of each."""
+        """Return (log p(continuation | context) in nats, whether it is the greedy continuation) per request."""
         pairs = [self._pair(*request.args, task=str(request.task_name)) for request in requests]
         return [(sum(p), greedy) for p, greedy in self._answered(pairs)]
 
     @narrow
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts in nats, in windows of the model's context: the first follows the token of an empty
-        context, each later one the tokens before it, as many as there is room for."""
+        """Return log p of whole texts in nats, in windows of the model's context.
+
+        The first window follows the token of an empty context, each later one as many preceding tokens as fit.
+        """
         pairs, whose, most = [], [], self.params.config.context
         for i, request in enumerate(requests):
             ids = self.params.tokenizer.within(request.args[0])
@@ -117,7 +136,7 @@ class Backend:
 
     @narrow
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to a stop text."""
+        """Generate the text after each context, up to a stop string."""
         out = [""] * len(requests)
         ways = [_way(request.args[1]) for request in requests]
         contexts = []
@@ -125,6 +144,7 @@ class Backend:
             whole = self._context(request.args[0], str(request.task_name))
             contexts.append(self._cut(whole, way["max_new_tokens"]))
             self._receipt(whole.task).truncated += contexts[-1] != whole
+        # Batches share generation options and have contexts of similar length.
         order = sorted(range(len(requests)), key=lambda i: (repr(ways[i]), -len(contexts[i].ids)))
         with console.progress(len(order)) as say:
             while order:
@@ -145,8 +165,11 @@ class Backend:
         return out
 
     def _pair(self, context: str, continuation: str, task: str) -> tuple[Context, list[int]]:
-        """Token ids of both, as the harness's other models cut them: spaces at the border are the continuation's, which
-        is cut by itself where one token spans the border. ValueError for one that has no token."""
+        """Tokenize a context and its continuation as the harness's other models do.
+
+        Spaces at the border belong to the continuation. If a token spans the border, the continuation is tokenized
+        alone. Raises ValueError for a continuation without tokens.
+        """
         bare = context.rstrip()
         after = context[len(bare) :] + continuation
         own = self.params.tokenizer.within(after)
@@ -172,7 +195,7 @@ class Backend:
         return Context(tuple(ids[:same]), tuple(ids[same:]), task)
 
     def _cut(self, context: Context, after: int) -> Context:
-        """The context without its beginning, where it and so many tokens after it are more than the model's context."""
+        """Drop the start of a context if it and `after` more tokens exceed the model's context."""
         over = len(context.ids) + len(context.later) + after - self.params.config.context
         if over <= 0 or self.config.unlimited:
             return context
@@ -184,7 +207,12 @@ class Backend:
         return self.receipts.setdefault(task, Receipt())
 
     def _read(self, contexts: list[Context], room: int, answers: Sequence[int]) -> tuple[Cache, Array]:
-        """The cache after contexts, and not after what is read later."""
+        """Prefill contexts, without the tokens that are read later.
+
+        Args:
+            room: Tokens to reserve after them.
+            answers: Number of answers of each context, for the receipts.
+        """
         later = max(len(c.later) for c in contexts)
         room = -(-max(room + later, 1) // ROOM) * ROOM
         if not self.config.unlimited:
@@ -194,7 +222,11 @@ class Backend:
         return cache, logits
 
     def _note(self, contexts: list[Context], cache: Cache, answers: Sequence[int]) -> None:
-        """Into the receipts what a cache holds of contexts that have so many answers; of 0, it only fills a batch."""
+        """Add what a cache holds of contexts to the receipts.
+
+        Args:
+            answers: Number of answers of each context; 0 marks a row that only fills the batch.
+        """
         seen, kept = np.asarray(cache.seen), kept_by_row(cache)
         for i, (context, there) in enumerate(zip(contexts, touched(cache), strict=True)):
             if answers[i]:
@@ -206,7 +238,7 @@ class Backend:
                 receipt.touched += bool(there)
 
     def _answered(self, pairs: list[tuple[Context, list[int]]]) -> list[tuple[list[float], bool]]:
-        """Of every pair: the log-probabilities of the tokens, and whether they are greedy."""
+        """Return the log-probabilities of each pair's continuation tokens, and whether they are greedy."""
         out: list[tuple[list[float], bool]] = [([], False)] * len(pairs)
         whose: dict[Context, list[int]] = {}
         for i, (context, ids) in enumerate(pairs):
@@ -214,6 +246,7 @@ class Backend:
             if cut not in whose and cut != context:
                 self._receipt(cut.task).truncated += 1
             whose.setdefault(cut, []).append(i)
+        # Batches of contexts that all have, or all lack, tokens to read later.
         order = sorted(whose, key=lambda c: -len(c.ids))
         parts = [c for c in order if c.later], [c for c in order if not c.later]
         batches = [part[i : i + self.batch] for part in parts for i in range(0, len(part), self.batch)]
@@ -221,11 +254,12 @@ class Backend:
             for some in batches:
                 rows = [(row, i) for row, context in enumerate(some) for i in whose[context]]
                 room, counts = max(len(pairs[i][1]) for _, i in rows) - 1, [len(whose[c]) for c in some]
-                filled = some + some[:1] * (self.batch - len(some))  # one number of rows, one program
+                filled = some + some[:1] * (self.batch - len(some))  # a constant batch size needs one program
                 cache, logits = self._read(filled, room, counts + [0] * self.batch)
                 reached = touched(cache)
                 if some[0].later:
                     cache, logits = extend(self.params, cache, [list(c.later) for c in filled])
+                # All answers of these contexts, a batch at a time.
                 for at in range(0, len(rows), self.batch):
                     now = rows[at : at + self.batch]
                     full = now + now[:1] * (self.batch - len(now))
@@ -234,16 +268,16 @@ class Backend:
                     found, after = followed(self.params, cache.pick(at_rows), logits[at_rows], ids)
                     for (row, i), answer, there in zip(now, found, touched(after), strict=False):
                         out[i] = answer
-                        if there and not reached[row]:  # by the answer
+                        if there and not reached[row]:  # the budget was reached in the answer
                             reached[row] = True
                             self._receipt(some[row].task).touched += 1
                 say(f"{len(rows)} answers")
         return out
 
-    # Names that the harness asks for.
+    # Names that the harness expects.
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A plain text: a begin token is put before it where it has none, as the harness's other models do."""
+        """Render a chat as text without the begin token, which tokenization adds, as in the harness's other models."""
         return str(self.params.tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt))
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -258,7 +292,7 @@ class Backend:
 
 
 def touched(cache: Cache) -> list[bool]:
-    """Of each row: whether something of it was evicted, is coded inexactly, or may be left unread.
+    """Return per row whether any of its tokens was evicted, is quantized, or may be left unread.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
@@ -275,7 +309,7 @@ def touched(cache: Cache) -> list[bool]:
 
 
 def _way(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `generate` for the harness's; ValueError for one that has no meaning here."""
+    """Translate the harness's generation options to those of `generate`; raises ValueError for an unknown one."""
     rest = dict(given)
     stop = rest.pop("until", ())
     draws = bool(rest.pop("do_sample", False))
@@ -300,12 +334,22 @@ def harness(
     question: str = "seen",
     marker: str = "\nQuestion:",
 ) -> LM:
-    """A model for `lm_eval.simple_evaluate(model=...)` whose answers go through a compressed cache.
+    """Build a model for `lm_eval.simple_evaluate(model=...)` that answers through a compressed cache.
 
-    A context is read and compressed once for all of its answers; `receipts` says by task what the cache held, and
-    whether the task reached its budget at all. batch: contexts, and answers, at a time. question: "unseen" compresses
-    only what stands before the last `marker` of a context. Raises ImportError without lm-evaluation-harness, ValueError
-    for a model without a tokenizer.
+    A context is compressed once for all of its answers. The model's `receipts` say by task what the cache held, and
+    whether the task reached the budget at all.
+
+    Args:
+        params: The model.
+        cache: The cache, as text or a config; None for the full cache.
+        batch: Contexts, and answers, per batch.
+        chunk: Prefill chunk size.
+        question: "seen" compresses whole contexts, "unseen" only what precedes the last `marker`.
+        marker: Text that begins the question of a context.
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: The model has no tokenizer, or an argument is invalid.
     """
     model(params)
     if params.tokenizer is None:
@@ -325,7 +369,19 @@ def harness(
 
 
 def evaluated(lm: Any, tasks: Sequence[str], **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results of `lm_eval.simple_evaluate`, and the receipt of each task; ValueError for a task that is not there."""
+    """Run `lm_eval.simple_evaluate`.
+
+    Args:
+        lm: A model from `harness`.
+        tasks: Names of tasks.
+        **options: Options of `simple_evaluate`, and `include`, a folder with more tasks.
+
+    Returns:
+        The results and the receipts, both by task.
+
+    Raises:
+        ValueError: A task does not exist.
+    """
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  an extra
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  an extra
 
@@ -348,14 +404,14 @@ def _said(receipt: Receipt) -> dict[str, Any]:
 
 
 def flagged(receipts: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """What to say of tasks that never reached the budget."""
+    """Yield a warning for each task whose contexts never reached the budget."""
     for task, own in receipts.items():
-        if own["contexts"] and not own["used"]:  # a group of tasks has none of its own
+        if own["contexts"] and not own["used"]:  # task groups have no contexts of their own
             yield f"{task}: its contexts ({own['seen']:g} tokens) never reached the budget, so this is the full cache"
 
 
 def plain(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a task by name, standard errors as NAME_stderr; its filters' names are left out.
+    """Extract a task's metrics by name, standard errors as NAME_stderr; filter names are dropped.
 
     >>> plain({"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1})
     {'acc': 0.5, 'acc_stderr': 0.1}
@@ -364,14 +420,14 @@ def plain(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def version() -> str:
-    """Of the harness, which a result depends on."""
+    """Return the version of lm-evaluation-harness, which results depend on."""
     from importlib import metadata
 
     return metadata.version("lm_eval")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line for each cache, task and metric: its value, its standard error, and what the cache held."""
+    """Build a table with one line per cache, task and metric: value, standard error, and what the cache held."""
     out = Table(*("cache", "task", "metric", "value", "error", "tokens", "kept", "used"), box=MARKDOWN)
     for row in rows:
         own, metrics = row["receipt"], row["metrics"]

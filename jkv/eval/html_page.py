@@ -1,4 +1,4 @@
-"""Points as one interactive page: a single HTML file that asks no network for anything."""
+"""Interactive HTML page of measured points: a single file without network access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jkv.eval.report import groups
 from jkv.eval.small_multiples import method
 from jkv.utils.json_results import overwrite
 
-# scale: log, zero (asinh, of what is 0 at best), near (asinh, above the least), even; more of it is better, or less
+# scale: "log", "zero" (asinh, best value 0), "near" (asinh above the least value) or "even"; more: more is better
 AXES: dict[str, dict[str, Any]] = {
     "bytes": dict(label="bytes, % of the full cache", cost=True, scale="log", more=False),
     "kept": dict(label="tokens kept, %", cost=True, scale="log", more=False),
@@ -33,7 +33,7 @@ AXES: dict[str, dict[str, Any]] = {
 
 
 def page(found: Sequence[Point]) -> str:
-    """The page of these points; text of result files is data in it, never markup or code."""
+    """Render points as an HTML page. Text of result files is embedded as data, never as markup or code."""
     measured = [
         {
             "name": name,
@@ -45,10 +45,10 @@ def page(found: Sequence[Point]) -> str:
         for name, some in groups(found)
     ]
     text = json.dumps({"axes": AXES, "families": ORDER, "groups": measured}, allow_nan=False)
-    for mark in "<>&":  # so that nothing in it ends the element that holds it
+    for mark in "<>&":  # so that no text ends the element that holds it
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     out = (resources.files("jkv.eval") / "page.html").read_text("utf-8")
-    for mark, tag in (("@STYLE@", "style"), ("@SCRIPT@", "script")):  # the page runs what is written here, and no more
+    for mark, tag in (("@STYLE@", "style"), ("@SCRIPT@", "script")):  # hashes for the Content-Security-Policy
         own = re.search(rf"<{tag}>(.*?)</{tag}>", out, re.DOTALL)
         assert own is not None
         out = out.replace(mark, base64.b64encode(hashlib.sha256(own[1].encode()).digest()).decode())
@@ -56,14 +56,14 @@ def page(found: Sequence[Point]) -> str:
 
 
 def write(found: Sequence[Point], path: Path) -> None:
-    """The page in a file, whole or not at all; raises OSError about it."""
+    """Write the page of points to a file atomically. Raises OSError."""
     path = path.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     overwrite(path, page(found))
 
 
 def _told(p: Point) -> dict[str, Any]:
-    """A point by the names of the axes, shares of bytes and tokens in percent."""
+    """Return a point by axis name, with shares of bytes and tokens in percent."""
     numbers = {p.metric: p.value} | {k: v for k, v in p.more.items() if k in AXES}
     percent = {"bytes": 100 * p.share} | ({"kept": 100 * numbers.pop("kept")} if "kept" in numbers else {})
     low, high = p.interval or (None, None)

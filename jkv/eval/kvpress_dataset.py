@@ -1,7 +1,8 @@
-"""Tasks in the form of kvpress's data sets, from files: RULER (`simonjegou/ruler`), LongBench (`Xnhyacinth/LongBench`).
+"""Data set files in kvpress's format.
 
-A row has the columns context, question, answer_prefix, answer (or answers), task, max_new_tokens; LongBench's also
-all_classes. They are asked and scored as kvpress does, so that numbers can stand beside those of its leaderboard.
+RULER (`simonjegou/ruler`) and LongBench (`Xnhyacinth/LongBench`) are supported. A row has the columns context,
+question, answer_prefix, answer (or answers), task and max_new_tokens; LongBench's also all_classes. Prompts and scores
+are those of kvpress, so that numbers are comparable with its leaderboard.
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ from jkv.models import Params
 from jkv.utils.optional_deps import install
 
 TEXTS = ("context", "question", "answer_prefix", "task")
-RULER = ("niah", "vt", "cwe", "fwe", "qa")  # how its tasks begin
+RULER = ("niah", "vt", "cwe", "fwe", "qa")  # prefixes of its task names
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row of a data set: what is said, what is right, and how many tokens an answer may take.
+    """A row of a data set.
 
-    classes: names among which the answer is, of tasks that classify.
+    Attributes:
+        context: The text to compress.
+        question: The question about it.
+        answer_prefix: Start of the answer, which the prompt ends with.
+        task: Name of the task.
+        max_new_tokens: Most tokens of an answer.
+        answers: Right answers.
+        classes: Class names of a classification task.
     """
 
     context: str
@@ -50,10 +58,11 @@ class Asked:
 
     @property
     def suite(self) -> str:
+        """Name of the suite: "longbench" or "ruler"."""
         return "longbench" if self.task in longbench.METRICS else "ruler"
 
     def columns(self) -> dict[str, Any]:
-        """What a table of predictions says of it."""
+        """Return the row's columns for a table of predictions."""
         right = "answers" if self.suite == "longbench" else "answer"
         more = {"all_classes": list(self.classes)} if self.classes else {}
         return {
@@ -66,7 +75,7 @@ class Asked:
         }
 
     def score(self, prediction: str) -> float:
-        """0..1, as kvpress 0.5.5 scores a task of that name."""
+        """Score a prediction from 0 to 1 as kvpress 0.5.5 scores the task."""
         if self.suite == "longbench":
             return longbench.score(self.task, prediction, self.answers, self.classes)
         said = re.sub(r"[\x00-\x1f]", "", prediction.strip()).strip()
@@ -74,7 +83,7 @@ class Asked:
         return (string_match_part if part else string_match_all)(said, self.answers)
 
     def ids(self, params: Params, length: int | None) -> quality.Prompt:
-        """Token ids of the context, of which the first `length` count, and of what follows it, as kvpress cuts them."""
+        """Tokenize the context, cut to its first `length` tokens, and the rest of the prompt, as kvpress does."""
         tokenizer = params.tokenizer
         if tokenizer is None:
             raise ValueError("tasks need a tokenizer: this model was built without one")
@@ -91,9 +100,9 @@ class Asked:
 
 
 def read(path: Path) -> list[Asked]:
-    """The rows of a file, or of all files of a folder; ValueError says which row of which file lacks what.
+    """Load the rows of a file, or of all files in a folder: JSON lines, a JSON list, CSV or Parquet.
 
-    JSON lines, a JSON list, CSV, and Parquet with the extra datasets.
+    Parquet needs the extra datasets. Raises ValueError that names the file and row if something is missing or wrong.
     """
     files = sorted(x for x in path.rglob("*") if x.suffix in KINDS) if path.is_dir() else [path]
     if not files:
@@ -138,6 +147,7 @@ def _asked(row: Any, where: str) -> Asked:
         raise ValueError(
             f"{where} {lacks}; a row has {', '.join(wanted)}, as simonjegou/ruler and Xnhyacinth/LongBench have"
         )
+    # A known task and usable answers.
     answers, task = _texts(row[right]), str(row["task"])
     if task not in longbench.METRICS and task.split("_")[0] not in RULER:
         raise ValueError(
@@ -160,7 +170,7 @@ def _asked(row: Any, where: str) -> Asked:
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
-    """Of a list of texts, of one text, or of the text of a list; None for what is neither."""
+    """Convert a list of texts, one text, or the text of a list to a tuple; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _list(value)
     value = [value] if isinstance(value, str) else value
@@ -170,7 +180,7 @@ def _texts(value: Any) -> tuple[str, ...] | None:
 
 
 def _list(text: str) -> Any:
-    """Of JSON, or of what Python writes; None for what is neither."""
+    """Parse a list written as JSON or as Python's repr; None for anything else."""
     try:
         return json.loads(text)
     except ValueError:
@@ -179,20 +189,30 @@ def _list(text: str) -> Any:
         told = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return None
-    return told if text == repr(told) else None  # not "['a' 'b']", as numpy writes two texts and Python reads one
+    return told if text == repr(told) else None  # rejects "['a' 'b']", numpy's two texts, which Python parses as one
 
 
 # -------------------------------------------------------------------------------------------------------- experiment
 
 
 def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[bool], say: Say) -> Results:
-    """A row a cache, task and way of asking; `said` has every answer, of as many tokens as its row says at most.
+    """Generate and score the answers of a data set, one row per cache, task and question mode.
 
-    length: tokens that contexts are cut to, from their ends on; None: they are whole. Raises ValueError for a prompt
-    that the model's context has no room for.
+    `said` in a row has all answers, each of at most its `max_new_tokens`.
+
+    Args:
+        s: Shared settings.
+        asked: The rows of the data set.
+        length: Tokens that contexts are cut to, dropping their ends; None leaves them whole.
+        seen: Question modes: True compresses the question with the context, False only the context.
+        say: Progress callback.
+
+    Raises:
+        ValueError: A prompt exceeds the model's context.
     """
     by_task = grouped(asked)
     prompts = {task: [row.ids(s.params, length) for row in rows] for task, rows in by_task.items()}
+    # Check the longest prompt before anything runs.
     whole = max(
         len(head) + len(rest) + row.max_new_tokens
         for task, some in prompts.items()
@@ -228,7 +248,7 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
 
 
 def grouped(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
-    """The rows by their task, as results call it.
+    """Group rows by task, keyed by the task's name in result files.
 
     >>> list(grouped([Asked("", "", "", name, 1, ("x",)) for name in ("vt", "qasper", "vt")]))
     ['ruler/vt', 'longbench/qasper']
@@ -240,7 +260,7 @@ def grouped(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
 
 
 def generated(made: Mapping[str, Sequence[Example]]) -> dict[str, list[Asked]]:
-    """The prompts of `experiments.drawn` as rows of a data set, by their task."""
+    """Convert the prompts of `experiments.drawn` to data set rows by task."""
     out = {}
     for name, some in made.items():
         task = name.split("/")[1]
@@ -250,8 +270,15 @@ def generated(made: Mapping[str, Sequence[Example]]) -> dict[str, list[Asked]]:
 
 
 def first(asked: Sequence[Asked], samples: int, tasks: Sequence[str]) -> list[Asked]:
-    """The first `samples` rows of each of `tasks`, 0: all rows, none: all tasks; ValueError for one that is not there,
-    and for less than 0 rows.
+    """Return the first `samples` rows of each task.
+
+    Args:
+        asked: All rows.
+        samples: Rows per task; 0 for all.
+        tasks: Tasks to keep; empty for all.
+
+    Raises:
+        ValueError: A task does not occur, or `samples` is negative.
 
     >>> rows = [Asked("", "", "", name, 1, ("x",)) for name in ("vt", "cwe", "vt", "vt")]
     >>> [row.task for row in first(rows, 2, [])], len(first(rows, 0, ["vt"]))

@@ -1,4 +1,4 @@
-"""What a cache costs the tokens after a prefix, in one pass, and what it costs if one layer alone is another's."""
+"""KL of a compressed prefix measured in one forward pass, and KL if a single layer comes from another cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from jkv.models import Params
 
 @dataclass(frozen=True)
 class Alone:
-    """Texts i32[n,T] of which a cache reads `prefix` tokens and is compressed; the others see it as it is then.
+    """KL of texts whose prefix is compressed once and whose remaining tokens see the cache as it is then.
 
-    All texts at a time. A token counts if one of the others comes before it: T - prefix - 1 of each text.
+    All texts run in one batch. T - prefix - 1 tokens of each text are scored, those after the first one that follows
+    the prefix.
+
+    Attributes:
+        params: The model.
+        ids: i32[n,T], the texts.
+        prefix: Tokens of the compressed prefix.
+        prefill: Prefills that caches share.
     """
 
     params: Params
@@ -32,25 +39,40 @@ class Alone:
     prefill: Prefills = field(default_factory=Prefills)
 
     def cache(self, config: CacheConfig) -> Cache:
-        """The cache that has read the prefix; ValueError for one of which a step reads a part, and a pass all."""
+        """Prefill the prefix.
+
+        Raises ValueError for a selector: its steps read a part of the cache, and a pass over many tokens all of it.
+        """
         if config.select is not None:
             raise ValueError(f"{config}: its selector picks for each token, and a pass over many reads whole tiers")
         return self.prefill(self.params, config, self.ids[:, : self.prefix], self.ids.shape[1] - self.prefix)[0]
 
     def __call__(self, config: CacheConfig) -> np.ndarray:
-        """f64[n]: KL in nats to the full cache, of each text."""
+        """Measure the KL in nats to the full cache, f64[n], per text."""
         return self._kl(self._read(self.cache(config)))
 
     def swapped(self, base: CacheConfig, other: CacheConfig, say: Callable[[str], None] = lambda _: None) -> np.ndarray:
-        """f64[layers, n]: KL of a cache of `base` in which one layer is as `other` has it; a word after each layer.
+        """Measure the KL of a cache of `base` in which one layer at a time is replaced by that of `other`.
 
-        The two leave as many tokens in their recent windows, which all layers of a cache have in common.
+        Both configs must leave the same number of tokens in the recent window, which all layers of a cache share.
+
+        Args:
+            base: Config of all other layers.
+            other: Config of the replaced layer.
+            say: Called with a progress message after each layer.
+
+        Returns:
+            f64[layers, n], KL in nats.
+
+        Raises:
+            ValueError: The recent windows differ, or a config has a selector.
         """
         cache, swap, x = self.cache(base), self.cache(other), None
         if cache.stay != swap.stay:
             raise ValueError(f"{base} and {other}: recent windows that keep {cache.stay} and {swap.stay} tokens")
         costs: list[np.ndarray] = []
         for i in range(cache.model.depth):
+            # Layers before `i` are run once, with `base`.
             if cache.model.attends(i):
                 n = len(costs)
                 both = {"layers": _put(cache.layers, n, swap.layers[n]), "plan": _put(cache.plan, n, swap.plan[n])}

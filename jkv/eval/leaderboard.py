@@ -1,4 +1,4 @@
-"""Results as kvpress's evaluation writes them: a folder of config.yaml, metrics.json and predictions.csv a cache."""
+"""kvpress's result format: one folder per cache with config.yaml, metrics.json and predictions.csv."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = ("kept", "context", "bytes", "bytes_full")
 
 
 def by_task(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """RULER's metrics of scores 0..1: percents.
+    """Convert RULER scores 0..1 to its metrics, in percent.
 
     >>> by_task({"vt": 0.75})
     {'vt': {'string_match': 75.0}}
@@ -28,7 +28,7 @@ def by_task(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def alone(scores: Mapping[str, float]) -> float:
-    """LongBench's metric of the score of one task: a percent."""
+    """Convert the score of a single LongBench task to its metric, in percent."""
     (score,) = scores.values()
     return round(100 * score, 2)
 
@@ -40,17 +40,30 @@ def publish(
     metrics: Callable[[Mapping[str, float]], Any],
     **config: Any,
 ) -> list[Path]:
-    """A folder in `out` for each cache and way of asking of which all tasks of `asked`, with their rows, were measured.
+    """Write a folder in `out` for each cache and question mode for which all tasks were measured.
 
-    compression_ratio is the share of the full cache's bytes that a cache saves; `press_name` its text. A folder that is
-    there already gets a numbered one inside, as in kvpress. config: of kvpress's own fields, what they are here. Raises
-    OSError.
+    `compression_ratio` is the share of the full cache's bytes that a cache saves, `press_name` the cache's text. If a
+    folder exists, a numbered one is made inside, as in kvpress.
+
+    Args:
+        out: Folder for the results.
+        found: The measured rows.
+        asked: Data set rows of each task.
+        metrics: Converts the scores by task to kvpress's metrics.
+        **config: Values of kvpress's own config fields.
+
+    Returns:
+        The folders written.
+
+    Raises:
+        OSError: A folder or file cannot be written.
     """
     made, ways = [], dict.fromkeys((row["cache"], row["question"]) for row in found.rows if row.get("task") in asked)
     for cache, question in ways:
         rows = {task: found.find(cache=cache, question=question, task=task) for task in asked}
         if not all(rows.values()):
             continue
+        # Compression by task, and the table of predictions.
         some = {task: row for task, row in rows.items() if row is not None}
         gone = {task: 1 - row["bytes"] / row["bytes_full"] for task, row in some.items()}
         ratio = round(sum(gone.values()) / len(gone), 4)
@@ -60,6 +73,7 @@ def publish(
             for row, text in zip(asked[task], some[task]["said"], strict=True)
         ]
         scores = {task.split("/")[-1]: row["score"] for task, row in some.items()}
+        # kvpress's config fields; None where they do not apply.
         told = {
             "dataset": None,
             "data_dir": None,
@@ -99,7 +113,7 @@ def publish(
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """As kvpress's evaluate.py calls it; of a cache's text what may be in a file's name."""
+    """Return kvpress's folder name for a config, without characters of the cache's text that file names cannot have."""
     parts = [
         config["dataset"],
         config["data_dir"],
@@ -114,7 +128,7 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _fresh(folder: Path) -> Path:
-    """The folder, made; where it was there, the first that was not of folder/1, folder/2 ..."""
+    """Create the folder, or if it exists the first free one of folder/1, folder/2 ..."""
     at, i = folder, 0
     while True:
         try:
@@ -126,7 +140,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """CSV of rows; lists as Python writes them, nothing for what a row lacks."""
+    """Render rows as CSV; lists as Python writes them, missing columns empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

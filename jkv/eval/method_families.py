@@ -1,4 +1,4 @@
-"""Families of caches, by their rows of the catalogue: the groups of plots and tables."""
+"""Method families: groups of caches for plots and tables, derived from catalogue rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _evicts(a: Axes) -> bool:
 
 
 FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
-# the first that a row meets is its family, so a trained merge is a merge, and codes of divided layers are codes
+# The first match is the family: a trained merge counts as merging, a codec with per-layer sizes as precision.
 FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
     "selection: a step reads a part": lambda _, a: bool({"select", "vote", "steps", "layers"} & {*a}),
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
@@ -38,11 +38,11 @@ FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
     "eviction by key or place": lambda _, a: _evicts(a),
     FULL: lambda *_: True,
 }
-ORDER = (*reversed(FAMILIES), JOINED, OTHER)  # the plain ones first
+ORDER = (*reversed(FAMILIES), JOINED, OTHER)  # plainest family first
 
 
 def of_row(row: Row) -> str:
-    """The family of one method, by what its defaults fill.
+    """Return the family of one catalogue method, by the axes that its defaults fill.
 
     >>> of_row(known("h2o")), of_row(known("kivi"))
     ('eviction by all queries so far', 'precision: fewer bits, or channels')
@@ -52,7 +52,7 @@ def of_row(row: Row) -> str:
 
 
 def family(cache: str) -> str:
-    """The family of a composition, as a result file names it; of what the catalogue does not know, `OTHER`.
+    """Return the family of a cache composition as result files name it; `OTHER` if a method is unknown.
 
     >>> family("snapkv(budget=512)"), family("snapkv(budget=512) | int4"), family("no such cache")
     ('eviction by the latest queries', 'several methods joined', 'other')

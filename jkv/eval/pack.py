@@ -1,4 +1,7 @@
-"""Texts by a model's probabilities: an arithmetic coder and the steps of a cache, the same ones in both directions."""
+"""Text compression by a model: an arithmetic coder over the next-token probabilities of a cache.
+
+Packing and unpacking run the same steps, so that both compute the same probabilities.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,22 @@ KIND = "text by probabilities"
 
 
 def pack(params: Params, text: str, cache: str, path: Path) -> int:
-    """Write a text as codes of its tokens, each in -log2 p(token | tokens before it) bits; how many tokens it has.
+    """Compress a text to a file with -log2 p(token | tokens before it) bits per token.
 
-    The cache steps from token to token, and its flushes are where they fall: what a step says depends on the machine,
-    jax and its version, so `unpack` asks for the same ones, and the file has a digest of the tokens. Raises ValueError
-    for an empty text, for one that the tokenizer does not give back as it was, and for one that the cache has no room
-    for.
+    Tokens go through the cache one by one, flushes included. Probabilities depend on the machine, jax and its version,
+    so `unpack` requires the same ones, and the file has a digest of the tokens.
+
+    Args:
+        params: The model.
+        text: The text.
+        cache: The cache, as text.
+        path: The file to write.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        ValueError: The text is empty, does not survive the tokenizer unchanged, or exceeds the cache's capacity.
     """
     tokenizer = _tokenizer(params)
     if not text:
@@ -54,8 +67,12 @@ def pack(params: Params, text: str, cache: str, path: Path) -> int:
 
 
 def unpack(params: Params, path: Path) -> str:
-    """The text of a file of `pack`. Raises ValueError for one that is cut or none of its own, for one of another model,
-    jax or processor, and where this machine computes other probabilities all the same."""
+    """Decompress a file of `pack`.
+
+    Raises:
+        ValueError: The file is truncated or not one of `pack`; it was packed with another model, jax or processor; or
+            this machine computes other probabilities nevertheless.
+    """
     try:
         arrays, meta = array_file.read(path)
     except FormatError as error:
@@ -66,6 +83,7 @@ def unpack(params: Params, path: Path) -> str:
     if other := sorted(k for k in own if own[k] != meta.get(k)):
         said = ", ".join(f"{k} {meta.get(k)}, and not {own[k]}" for k in other)
         raise ValueError(f"{path}: it was packed with another {said}: unpack it with what packed it")
+    # Decode with the same steps as `pack`, then compare the tokens' digest.
     coder = streams("packing").queue.RangeDecoder(arrays["words"])
     ids: list[int] = []
     otherwise = ValueError(
@@ -75,7 +93,7 @@ def unpack(params: Params, path: Path) -> str:
     def choose(odds: Any) -> int:
         try:
             ids.append(int(coder.decode(odds)))
-        except AssertionError as error:  # of constriction, where no token is at such a place
+        except AssertionError as error:  # raised by constriction for a code without a token
             raise otherwise from error
         return ids[-1]
 
@@ -86,7 +104,7 @@ def unpack(params: Params, path: Path) -> str:
 
 
 def _walk(params: Params, cache: str, tokens: int, choose: Callable[[Any], int]) -> None:
-    """One token after the other: what is chosen of the odds after those before it."""
+    """Run the cache token by token; `choose` gets each next-token distribution and returns the token."""
     config, categorical = parse(cache), streams("packing").model.Categorical
     room = None if config.unlimited else tokens
     held, logits = prefill(params, config, [_start(params)], room=room, chunk=0)
@@ -97,13 +115,13 @@ def _walk(params: Params, cache: str, tokens: int, choose: Callable[[Any], int])
 
 
 def _start(params: Params) -> list[int]:
-    """The token before the text."""
+    """Return the token before the text."""
     tokenizer = _tokenizer(params)
     return tokenizer.encode("")[:1] or list(tokenizer.eos_ids[:1]) or [0]
 
 
 def _meta(params: Params, cache: str, tokens: int) -> dict[str, Any]:
-    """All that probabilities depend on, as far as it is known."""
+    """Collect everything known that the probabilities depend on."""
     about = {"model": fingerprint(params), "dtype": str(params.embed.dtype), **versions(("jax", "jaxlib", "numpy"))}
     about |= {"device": jax.devices()[0].device_kind, "cpu": _cpu()}
     about["tokenizer"] = digest([_tokenizer(params).core.to_str(), repr(_start(params))])
@@ -111,7 +129,7 @@ def _meta(params: Params, cache: str, tokens: int) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """The processor's model, and a digest of its features, by which instructions are chosen."""
+    """Return the processor's model and a digest of its feature flags, which decide the instructions used."""
     info = Path("/proc/cpuinfo")
     first = info.read_text().split("\n\n")[0] if info.exists() else ""
     told = {name.strip(): x.strip() for name, _, x in (line.partition(":") for line in first.splitlines())}

@@ -1,4 +1,4 @@
-"""Points of result files: a cache's rows of one suite as one point, and the Pareto front."""
+"""Points of result files, one per cache and suite, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -16,19 +16,30 @@ METRICS = {
     "score": "score",
     "kl": "KL to the full cache, nats",
     "ppl": "perplexity",
-}  # a row's first one is its quality
-LOWER = ("kl", "ppl")  # is better
+}  # the first that a row has is its quality
+LOWER = ("kl", "ppl")  # lower is better
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measured cache: the mean of a score, a perplexity or a KL, and what it is the mean of.
+    """A measured cache: the mean of a score, a perplexity or a KL, and its settings.
 
-    task: a suite, or a task by itself; asked: whether the question was seen, the mode, or frozen; tasks: those of the
-    suite; length: tokens of the texts, rest: those predicted after them, None if the file does not say; share, kept: of
-    the full cache's bytes and tokens; itemsize: bytes a number of the full one; samples, answers: how many prompts and
-    answers to them, None if a file does not say;
-    more: means of what else its rows have, such as ms_token.
+    Attributes:
+        cache: The cache, as text.
+        metric: "score", "kl" or "ppl".
+        task: A suite, or a single task.
+        asked: Question mode ("seen", "unseen"), session mode, or "frozen".
+        tasks: The tasks of the suite.
+        model: The model.
+        length: Tokens of the texts, or None if unknown.
+        rest: Tokens predicted after them, or None if unknown.
+        itemsize: Bytes per number of the full cache.
+        value: Mean of the metric.
+        share: Fraction of the full cache's bytes.
+        samples: Number of prompts, or None if unknown.
+        answers: Number of answers, or None if unknown.
+        files: The result files.
+        more: Means of other columns, such as ms_token and kept (fraction of the tokens).
     """
 
     cache: str
@@ -49,29 +60,29 @@ class Point:
 
     @property
     def loss(self) -> float:
-        """Less is better."""
+        """The value, negated where higher is better."""
         return self.value if self.metric in LOWER else -self.value
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Where a score is by so few answers, with 95%; None for what is no share of answers."""
+        """The 95% interval of a score for its number of answers; None for other metrics."""
         return wilson(self.value, self.answers) if self.metric == "score" and self.answers else None
 
     @property
     def like(self) -> tuple[Any, ...]:
-        """Points with the same one can be compared."""
+        """Key of comparable points: only points with equal keys can be compared."""
         return self.metric, self.task, self.asked, self.tasks, self.model, self.length, self.rest
 
     @property
     def size(self) -> str:
-        """The tokens of its texts, to be read."""
+        """The number of tokens of the texts, formatted."""
         return "" if self.length is None else f"{self.length:,}" + (f" + {self.rest:,}" if self.rest else "")
 
 
 def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of a share of n answers: (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n).
+    """Compute the interval of a share of n answers: (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n).
 
-    Answers that count in part vary less, so for their mean it is wide enough. Source: Wilson (1927).
+    Answers with partial credit vary less, so the interval is wide enough for their mean. Source: Wilson (1927).
 
     >>> [round(x, 3) for x in wilson(0.5, 6)], [round(x, 3) for x in wilson(1.0, 100)]
     ([0.188, 0.812], [0.963, 1.0])
@@ -81,7 +92,13 @@ def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def pareto(found: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Those whose (cost, loss) no other beats: none costs less and is as good, or costs as much and is better.
+    """Return the items on the Pareto front of (cost, loss).
+
+    An item is dominated if another one costs less and is as good, or costs as much and is better.
+
+    Args:
+        found: The items.
+        of: Returns the cost and the loss of an item.
 
     >>> pareto([(1, 0.8), (2, 0.9), (3, 0.1), (3, 0.1)], of=lambda x: x)
     [(1, 0.8), (3, 0.1), (3, 0.1)]
@@ -95,9 +112,10 @@ def pareto(found: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T
 
 
 def load(patterns: Sequence[str]) -> list[tuple[str, Row, list[Row]]]:
-    """(file, meta, rows) of result files. Of a pattern with wildcards, JSON that holds no results is passed over.
+    """Load (file, meta, rows) of result files.
 
-    Raises ValueError as `results.read` does.
+    JSON files without results that match a pattern with wildcards are skipped. Raises ValueError as `results.read`
+    does.
     """
     found: dict[str, Any] = {}
     for pattern in patterns:
@@ -110,10 +128,10 @@ def load(patterns: Sequence[str]) -> list[tuple[str, Row, list[Row]]]:
 
 
 def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
-    """The points of (file, meta, rows). Tasks of one suite are one point, and so are repetitions of a measurement.
+    """Aggregate the rows of (file, meta, rows) to points: one per cache and suite, repeated measurements averaged.
 
-    A cache of which more tasks were measured than of another one is two points: by all of them, and by those that both
-    have. Rows that measure no quality of a cache are passed over.
+    If more tasks were measured for one cache than for another, it gets two points: all of its tasks, and the tasks that
+    both have. Rows without a quality metric are skipped.
 
     >>> row = dict(cache="full", bytes=5, bytes_full=5, question="seen")
     >>> rows = [row | dict(task=f"ruler/{name}", score=score) for name, score in (("vt", 1.0), ("cwe", 0.5))]
@@ -123,6 +141,7 @@ def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
     >>> [(p.cache, len(p.tasks), p.value) for p in points([("a.json", {"length": 64}, rows)])]
     [('full', 1, 1.0), ('full', 2, 0.75), ('int8', 1, 0.9)]
     """
+    # Group the rows by cache, metric, suite and settings.
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for file, meta, rows in files:
         for row in rows:
@@ -145,6 +164,7 @@ def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
             )
             samples = both.get("samples", both.get("rows"))
             groups.setdefault(key, []).append((file, task, row, samples if isinstance(samples, int) else None))
+    # One point per set of tasks that some comparable cache was measured on.
     compared: dict[tuple[Any, ...], set[frozenset[str]]] = {}
     for (_, *like), some in groups.items():
         compared.setdefault(tuple(like), set()).add(frozenset(task for _, task, *_ in some))
@@ -157,7 +177,7 @@ def points(files: Iterable[tuple[str, Row, list[Row]]]) -> list[Point]:
 
 
 def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
-    """The mean of (file, task, row, samples), each as often as it has samples."""
+    """Average (file, task, row, samples), weighted by samples, to a point."""
     cache, metric, task, asked, model, length, rest, itemsize = key
     counts = [samples for *_, samples in some]
     rows, weights = [row for _, _, row, _ in some], [n or 1 for n in counts]
@@ -166,6 +186,7 @@ def _point(key: tuple[Any, ...], some: list[Any]) -> Point:
         return sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
 
     answers = [row.get("answers", n) for row, n in zip(rows, counts, strict=True)]
+    # Columns that all rows have.
     others = [
         k
         for k in ("kept", "context", "ppl", "kl_p99", "agree", "first", "honest", "ms_token")

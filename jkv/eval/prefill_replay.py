@@ -1,4 +1,4 @@
-"""One forward pass over prompts, and from it the prefill of one cache after another."""
+"""Prefill replay: one dense forward pass over prompts, reused to prefill one cache after another."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ from jkv.models.layers.recurrent_state import State, roomy
 from jkv.prompts.allocation import empty
 from jkv.prompts.prefill import Prompts, prefilled
 
-LIMIT = 2**30  # bytes of the forward passes that are kept
+LIMIT = 2**30  # bytes of kept forward passes
 
 
 @value
 class Pass:
-    """A forward pass over right-aligned rows: what a prefill computes of them for every cache alike.
+    """A forward pass over right-aligned rows: the part of a prefill that all caches share.
 
-    x [B,T,E]: the input of each block that attends, lse f32[B,H,G,T]: of its queries, states: of blocks that recur;
-    pos i32[B,T], ids i32[B,T]; logits f32[B,V] of what comes next.
+    Attributes:
+        x: [B,T,E] per attention layer, its input.
+        lse: f32[B,H,G,T] per attention layer, the log-sum-exp of its queries.
+        states: Final states of recurrent layers.
+        pos: i32[B,T], positions.
+        ids: i32[B,T], token ids.
+        logits: f32[B,V], the next-token logits.
     """
 
     x: tuple[Array, ...]
@@ -49,7 +54,7 @@ class Pass:
 
 @flow(arguments=(None, ANY, None), results=None)
 def forward(params: Params, cache: Cache, ids: Array, run: Run = call) -> Pass:
-    """The forward pass over i32[B,T]; an empty cache knows its states and the kernels."""
+    """Run the forward pass over i32[B,T]. `cache` is empty and provides the initial states and the kernels."""
     x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
     inputs: tuple[Array, ...] = ()
     sums: tuple[Array, ...] = ()
@@ -68,7 +73,7 @@ def forward(params: Params, cache: Cache, ids: Array, run: Run = call) -> Pass:
 
 @program(arguments=(None, None, None), results=None, static_argnames=("kind",))
 def attending(one: Params, x: Array, pos: Array, kind: str) -> tuple[Array, Array]:
-    """A block's output for x [B,T,E] at pos i32[B,T], and the log-sum-exp of its queries."""
+    """Run an attention layer on x [B,T,E] at pos i32[B,T]; return its output and the log-sum-exp of its queries."""
     model, dtype = one.config, x.dtype
     rope = model.ropes[0]
 
@@ -84,8 +89,9 @@ def attending(one: Params, x: Array, pos: Array, kind: str) -> tuple[Array, Arra
 
 @flow(arguments=(None, ANY, None), results=ANY, donate_argnames=("cache",))
 def replayed(params: Params, cache: Cache, known: Pass, run: Run = call) -> Cache:
-    """An empty cache after the prompts of a forward pass: `prefill` without its attention and its MLPs."""
+    """Prefill an empty cache from a forward pass: `prefill` without the attention and the MLPs."""
     counts = cache.counts.given((known.pos >= 0).sum(1).astype(jnp.int32), False)
+    # Recompute only the projections of each layer, then flush them into its tiers.
     layers: tuple[LayerCache, ...] = ()
     blocks = (params.block(i) for i in range(cache.model.depth) if cache.model.attends(i))
     for one, layer, plan, x, lse in zip(blocks, cache.layers, cache.plan, known.x, known.lse, strict=True):
@@ -100,7 +106,7 @@ def replayed(params: Params, cache: Cache, known: Pass, run: Run = call) -> Cach
 
 @program(arguments=(ANY, ANY), results=ANY)
 def fitted(known: State, own: State) -> State:
-    """A state of the forward pass, for a cache that may flush after more steps or fewer."""
+    """Adapt a state of the forward pass to a cache that flushes after another number of steps."""
     return roomy(known, own)
 
 
@@ -108,7 +114,10 @@ def fitted(known: State, own: State) -> State:
 def projected(
     one: Params, layer: LayerCache, plan: LayerConfig, x: Array, lse: Array, pos: Array, ids: Array
 ) -> tuple[Window, Observation, Queries | None]:
-    """What `decode_loop.attended` gives to a layer's flush, where the attention is known."""
+    """Compute the input of a layer's flush from its input x [B,T,E] and the known log-sum-exp of its queries.
+
+    What `layer_step.attended` gives to the flush, without computing attention.
+    """
     rope, dtype = one.config.ropes[0], layer.recent.k.dtype
 
     def run(_: int, new: Any) -> tuple[Array, Any]:
@@ -122,7 +131,11 @@ def projected(
 
 @dataclass(frozen=True, kw_only=True)
 class Known(Prompts):
-    """Prompts whose forward pass is known, for caches that have them read as all others do."""
+    """Prompts with a known forward pass, for caches whose prefill is dense.
+
+    Attributes:
+        known: Returns the forward pass, or None if it is not kept.
+    """
 
     known: Callable[[], Pass] | None = None
 
@@ -148,17 +161,31 @@ class Known(Prompts):
 
 @dataclass(frozen=True)
 class Prefills:
-    """Prefills of the same prompts of one model for one cache after another.
+    """Prefill the same prompts of one model for one cache after another.
 
-    Their forward passes are computed once, and stay while they take at most `limit` bytes; what finds no room, and
-    what a cache reads in a way of its own, is `generation.prefill`.
+    The dense forward passes are computed once and kept while they take at most `limit` bytes. Prompts that do not fit,
+    and caches whose prefill is not dense, go through the ordinary prefill.
+
+    Attributes:
+        limit: Bytes of kept forward passes.
+        passes: The kept forward passes.
     """
 
     limit: int = LIMIT
     passes: dict[Any, Pass] = field(default_factory=dict)
 
     def __call__(self, params: Params, config: CacheConfig, ids: np.ndarray, room: int) -> tuple[Cache, Array]:
-        """The cache after i32[B,T], with room for so many tokens more, and the logits f32[B,V] of what comes next."""
+        """Prefill i32[B,T] into a cache.
+
+        Args:
+            params: The model.
+            config: The cache.
+            ids: i32[B,T], the prompts.
+            room: Tokens to reserve after the prompts.
+
+        Returns:
+            The cache, and the next-token logits f32[B,V].
+        """
         key, length = (config.kernels, ids.tobytes()), bucket(ids.shape[1])
 
         def known() -> Pass:
@@ -175,6 +202,6 @@ class Prefills:
 
 
 def size(params: Params, rows: int, length: int) -> int:
-    """Bytes of a `Pass` over rows of a padded length, but for its states and logits."""
+    """Return the bytes of a `Pass` over `rows` rows of a padded length, without its states and logits."""
     model = params.config
     return model.layers * rows * length * (model.width * params.embed.dtype.itemsize + model.heads * model.groups * 4)

@@ -1,4 +1,4 @@
-"""What a cache costs in quality: a text is continued, or questions are answered, through it."""
+"""Quality of a compressed cache: perplexity, fidelity to the full cache, and answers to questions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from jkv.prompts.allocation import layout
 from jkv.prompts.tokenization import encode
 from jkv.protocols import Sizes
 
-PIECE = 512  # tokens of an endless text that are read together
+PIECE = 512  # tokens of an endless text per extend
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a cache held of what it had seen: `kept` of `context` tokens, bytes per row, and those of the full cache.
+    """Size of a cache, per row.
 
-    bits: of a number of the keys and of the values in tiers, metadata included.
+    Attributes:
+        kept: Fraction of the tokens seen that the cache holds.
+        context: Tokens seen.
+        bytes: Bytes of the cache.
+        bytes_full: Bytes of the full cache.
+        bits: Bits per number of keys and of values in tiers, metadata included.
     """
 
     kept: float
@@ -42,15 +47,15 @@ class Held:
 
 
 def held(params: Params, config: CacheConfig, cache: Cache, count: int | None = None) -> list[Held]:
-    """Of each of the first `count` rows (None: all) of a cache as it is now, whatever rows are beside it.
+    """Measure each of the first `count` rows (None: all) of a cache as it is now, independent of the other rows.
 
-    `bytes` are all arrays of one that is made for just the tokens that the row has seen: no room to grow, but for the
-    steps of its recent window, which are as many as this cache has room for.
+    `bytes` counts all arrays of a cache allocated for exactly the tokens that the row has seen: no capacity to grow,
+    except the recent window, which has as many steps as that of `cache`.
     """
     seen, states = np.asarray(cache.seen), tree_bytes(cache.states)
     token = (full_bytes(cache) - states) // int(seen.sum())
     sizes = None
-    if config.budget.statistic:  # as its prompt divided it
+    if config.budget.statistic:  # keep the sizes that this prompt led to
         sizes = Sizes(layers=tuple(replace(plan.size, beyond=0) for plan in cache.plan))
     config = replace(config.bound(params), block=cache.plan[0].block) if cache.plan else config
     made = {n: tree_bytes(layout(config, cache.model, 1, n, 0, cache.dtype, sizes)[1]) for n in set(seen.tolist())}
@@ -62,7 +67,7 @@ def held(params: Params, config: CacheConfig, cache: Cache, count: int | None = 
 
 
 def mean(rows: Sequence[Held]) -> Held:
-    """What rows hold on average.
+    """Average the sizes of rows.
 
     >>> a, b = (Held(kept=x, context=10, bytes=10 + i, bytes_full=20, bits=(8, 8)) for i, x in ((0, 0.5), (2, 1.0)))
     >>> mean([a, b])
@@ -79,7 +84,7 @@ def mean(rows: Sequence[Held]) -> Held:
 
 
 def batches(samples: int, most: int) -> Iterator[tuple[list[int], int]]:
-    """(rows, how many count): batches of one size, the last filled up with rows that were measured before.
+    """Yield (rows, number that counts) in batches of one size; the last batch is filled up with earlier rows.
 
     >>> list(batches(3, 2))
     [([0, 1], 2), ([2, 0], 1)]
@@ -92,10 +97,14 @@ def batches(samples: int, most: int) -> Iterator[tuple[list[int], int]]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids i32[n,T]: the first `prefix` are read and compressed, the others go through the cache one by one.
+    """Texts whose prefix is compressed and whose remaining tokens go through the cache one by one.
 
-    frozen: nothing is compressed after the prefix. batch: texts at a time. prefill: of prefixes; what caches have in
-    common of it is computed once.
+    Attributes:
+        ids: i32[n,T], token ids.
+        prefix: Tokens of the prefix.
+        frozen: Whether nothing is compressed after the prefix.
+        batch: Texts per batch.
+        prefill: Prefills of prefixes, which caches share.
     """
 
     ids: np.ndarray
@@ -105,15 +114,21 @@ class Texts:
     prefill: Prefills = field(default_factory=Prefills)
 
     def follow(self, params: Params, config: CacheConfig, rows: list[int]) -> Follow:
+        """Prefill the prefixes of some rows and return the teacher forcing of the rest."""
         some, room = self.ids[rows], self.ids.shape[1] - self.prefix
-        if self.frozen:  # one flush at the end of the prefix, the next one after the text
+        if self.frozen:  # one flush at the end of the prefix, the next after the text
             config = replace(config, block=max(config.block, room))
         cache, logits = self.prefill(params, config, some[:, : self.prefix], room)
         return Follow(params, cache, logits, some[:, self.prefix :])
 
 
 def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, Any]:
-    """Of what follows the prefix: ppl = exp(mean nll in nats); `nll_se`: its standard error over the texts."""
+    """Measure the perplexity of the tokens after the prefix.
+
+    Returns:
+        `ppl` = exp(mean nll in nats), `nll`, `nll_se` (its standard error over the texts), the fields of `Held`, and
+        `ms_token`, the median time of a step.
+    """
     by_text, ms, cost = [], [], []
     for rows, count in batches(len(texts.ids), texts.batch):
         run = texts.follow(params, config, rows)
@@ -130,14 +145,24 @@ def _median(ms: Sequence[float]) -> float:
 def endless(
     params: Params, config: CacheConfig, ids: np.ndarray, ends: Sequence[int], prefix: int, rest: int
 ) -> Iterator[dict[str, Any]]:
-    """A text i32[T] through one cache: perplexity of the `rest` tokens after each of `ends`, which rise.
+    """Measure the perplexity along a text that goes through one cache, however long.
 
-    fresh: of the same tokens after a cache that has read but the `prefix` before them. bytes: of all arrays, as they
-    are.
+    Args:
+        params: The model.
+        config: The cache, without a limit of positions.
+        ids: i32[T], the text.
+        ends: Places, ascending, after each of which tokens are predicted.
+        prefix: Tokens prefilled first, and the context of the comparison.
+        rest: Tokens predicted at each place.
+
+    Yields:
+        Per place `ppl` of the next `rest` tokens; `fresh`, their perplexity after a new cache that has seen only the
+        `prefix` tokens before them; `bytes` of all arrays as allocated; and `ms_token`.
     """
     tokens = ids[None]
     cache, logits = prefill(params, config, tokens[:, :prefix], room=len(ids) - prefix)
     for end in ends:
+        # Read up to this place.
         for start in range(int(cache.seen[0]), end, PIECE):
             cache, logits = extend(params, cache, tokens[:, start : min(start + PIECE, end)])
         after, beside = tokens[:, end : end + rest], tokens[:, end - prefix : end]
@@ -160,10 +185,10 @@ def _ppl(nll: np.ndarray) -> dict[str, float]:
 
 
 class Fidelity:
-    """Texts through the full cache, once; then any number of caches beside it.
+    """Comparison with the full cache, which runs once for any number of caches.
 
-    The full cache's logits and what its attention pays to each token stay in memory: n * N * vocab floats, and as many
-    as all layers' kv heads have tokens.
+    The full cache's logits, n * N * vocab floats, and its attention to each prefix token, a float per layer, kv head
+    and token, stay in memory.
     """
 
     def __init__(self, params: Params, texts: Texts) -> None:
@@ -173,15 +198,22 @@ class Fidelity:
         self.paid = [paid(params, jnp.asarray(texts.ids[rows]), texts.prefix) for rows, _ in self.groups]
 
     def __call__(self, config: CacheConfig, layers: bool = False) -> dict[str, Any]:
-        """How far a cache is from the full one: KL in nats, top-1 agreement, first divergence; and its perplexity.
+        """Measure how far a cache is from the full one.
 
-        `first`: mean index of the first token that the full cache would have chosen otherwise (N: none); `mass`
-        f32[L][H]: the share of the full model's attention to the prefix that is on tokens which the cache holds.
-        layers: also `by_layer`, the KL if one layer alone is compressed, as the prefix left it, over the first batch,
-        and `spare`, the layers that cost most.
+        Args:
+            config: The cache.
+            layers: Whether to measure the compression of each layer alone too, on the first batch.
+
+        Returns:
+            `kl` (nats; also by text, and the 99th percentile); `agree`, the top-1 agreement; `first`, the mean index of
+            the first token where the full cache would have chosen another (N if none); perplexity; `mass` f32[L][H],
+            the share of the full model's attention to the prefix on tokens that the cache holds; the fields of `Held`;
+            `ms_token`. With `layers` also `by_layer`, the KL if one layer alone is compressed, as the prefix left it,
+            and `spare`, the layers that cost most.
         """
         kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], [], []
         for (rows, count), full, whole in zip(self.groups, self.full, self.paid, strict=True):
+            # One teacher-forced pass per batch, compared slice by slice.
             run = self.texts.follow(self.params, config, rows)
             cost += held(self.params, config, run.cache, count)
             masses.append(mass(whole, run.cache)[:, :count])
@@ -212,7 +244,7 @@ class Fidelity:
 
 
 def said(params: Params, turns: Sequence[Example]) -> str:
-    """A conversation up to the answer's start of its last question, earlier ones with their right answers."""
+    """Render a conversation up to its last answer prefix, with the right answers to earlier questions."""
     if params.tokenizer is None:
         raise ValueError("questions need a tokenizer: this model was built without one")
     if params.tokenizer.template is None:
@@ -227,7 +259,7 @@ def said(params: Params, turns: Sequence[Example]) -> str:
 
 
 def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt up to the end of its context, and of the rest; the rest begins a token of its own."""
+    """Tokenize a prompt in two parts, split at the end of its context; no token spans the split."""
     text = said(params, [example])
     end = text.index(example.context) + len(example.context)
     assert params.tokenizer is not None
@@ -235,27 +267,36 @@ def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
 
 
 def added(params: Params, text: str) -> list[int]:
-    """Token ids of text that follows another."""
+    """Tokenize text that follows other text."""
     assert params.tokenizer is not None
     return params.tokenizer.within(text)
 
 
 def overhead(params: Params) -> int:
-    """Tokens that the chat template adds to a question."""
+    """Count the tokens that the chat template adds to a question."""
     empty = Example(context="", question="", prefix="", answers=("",), meta={})
     return len(encode(params, said(params, [empty]) or " ")[0][0])
 
 
-Prompt = tuple[list[int], list[int]]  # token ids of the context, and of what comes after it
+Prompt = tuple[list[int], list[int]]  # token ids of the context, and of the rest of the prompt
 
 
 def answer(
     params: Params, config: CacheConfig, prompts: Sequence[Prompt], new: int, seen: bool, batch: int
 ) -> tuple[list[str], list[Held]]:
-    """Greedy answers to prompts, and what the cache held of each.
+    """Generate greedy answers to prompts.
 
-    seen: the question is part of what is compressed (query-aware); else the context is compressed alone, as for a
-    cache that will serve questions that nobody knows yet, and the question comes after it.
+    Args:
+        params: The model.
+        config: The cache.
+        prompts: The prompts.
+        new: Most tokens of an answer.
+        seen: Whether the question is compressed with the context (query-aware). If not, the context is compressed
+            alone, as for a cache that serves unknown questions, and the question is read afterwards.
+        batch: Prompts per batch.
+
+    Returns:
+        The answers, and what the cache held of each prompt.
     """
     texts: list[str] = []
     cost: list[Held] = []
@@ -273,19 +314,28 @@ def answer(
 
 
 def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
-    """Room for n tokens after the heads, in whole steps so that most prompts share their programs."""
+    """Return capacity for n tokens after the contexts, rounded up so that most prompts share compiled programs."""
     return max(n, min(-(-n // 128) * 128, params.config.context - max(map(len, heads))))
 
 
 def converse(
     params: Params, config: CacheConfig, session: Session, new: int, mode: str, batch: int
 ) -> tuple[list[str], Held]:
-    """Greedy answers to the questions of a session, then to its probe.
+    """Generate greedy answers to the questions of a session, then to its probe.
 
-    "rebuilt": each question with its context in a prompt of its own, compressed knowing it. "reused": the context is
-    compressed once, before any question, and each is asked from that cache. "turns": one conversation, each question
-    after the right answers to those before it, on one cache that is compressed again and again. batch: questions at a
-    time, where they do not follow each other.
+    Args:
+        params: The model.
+        config: The cache.
+        session: The session.
+        new: Most tokens of an answer.
+        mode: "rebuilt": a prompt per question with its context, compressed together. "reused": the context is
+            compressed once, before any question, and each question is asked on a copy of that cache. "turns": one
+            conversation on one cache that is compressed repeatedly, each question after the right answers to earlier
+            ones.
+        batch: Questions per batch, where they are independent.
+
+    Returns:
+        The answers, and the mean size of the cache.
     """
     questions = [*session.turns, session.probe]
     prompts = [cut(params, q) for q in questions]
@@ -300,6 +350,7 @@ def converse(
             asked = [tails[i] for i in rows]
             texts += generate(params, cache.fork(len(rows)), asked, max_new_tokens=new).text[:count]
         return texts, mean(held(params, config, cache))
+    # One conversation: the text that each turn adds.
     spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
@@ -312,5 +363,5 @@ def converse(
 
 
 def honest(session: Session, text: str) -> float:
-    """Whether the answer to the probe is no value of the context; what is invented altogether is not noticed."""
+    """Return 1 if the answer to the probe is no value of the context. Values made up entirely are not detected."""
     return none_named(text, session.probe.answers)

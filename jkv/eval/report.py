@@ -1,4 +1,4 @@
-"""Result files as a table and as pictures: quality against bytes, quality against time, depth against length."""
+"""Reports of result files: a table, plots of quality against bytes and time, and needle heat maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def groups(found: Iterable[Point]) -> list[tuple[str, list[Point]]]:
-    """Points that can be compared, and what to call them: as much as tells them from the others."""
+    """Group comparable points, each group with a name as short as tells it apart."""
     by_like: dict[Any, list[Point]] = {}
     for p in found:
         by_like.setdefault(p.like, []).append(p)
@@ -33,9 +33,10 @@ def groups(found: Iterable[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def table(found: Sequence[Point]) -> Table:
-    """A line a cache and task; it is markdown too. The star marks what nothing else beats at its bytes.
+    """Build a table, also valid as markdown, with one line per cache and task.
 
-    quality: a score's interval is of 95%, by how many answers there are; kept: of how many tokens of the context.
+    A star marks the Pareto front by bytes. Scores have their 95% interval for the number of answers; kept is the
+    fraction of the context's tokens.
     """
     heads = ("cache", "task", "tokens", "asked", "quality", "kept", "x smaller", "ms/token")
     several = len({p.model for p in found}) > 1
@@ -61,14 +62,14 @@ def table(found: Sequence[Point]) -> Table:
 
 
 def _kept(p: Point) -> str:
-    """The share of the tokens that were really kept, whatever the cache was asked for."""
+    """Format the measured fraction of tokens kept, which can differ from the budget."""
     if "kept" not in p.more:
         return ""
     return f"{p.more['kept']:.3f}" + (f" of {p.more['context']:,.0f}" if "context" in p.more else "")
 
 
 def heat(rows: Sequence[Row], title: str) -> Figure:
-    """Scores of the needle test of one cache, by depth and length."""
+    """Plot the scores of the needle test of one cache by depth and length."""
     cells = {tuple(r["task"].split("/")[1:]): r["score"] for r in rows}
     lengths = sorted({n for n, _ in cells}, key=int)
     depths = sorted({d for _, d in cells}, key=float)
@@ -84,7 +85,7 @@ def heat(rows: Sequence[Row], title: str) -> Figure:
 
 
 def layers(row: Row) -> Figure:
-    """Of one fidelity row: the attention kept per layer and head, and what each layer's compression costs."""
+    """Plot a fidelity row: attention kept per layer and head, and the cost of each layer's compression."""
     swept = "by_layer" in row
     figure = blank(9 if swept else 6, 4)
     left, *right = figure.subplots(1, 2 if swept else 1, squeeze=False)[0]
@@ -104,8 +105,8 @@ def layers(row: Row) -> Figure:
 
 
 def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
-    """All pictures of these rows and of their points, as PNG files in a folder."""
-    from jkv.eval.small_multiples import multiples, picked  # the catalogue, and so jax
+    """Plot rows and points to PNG files in a folder, and return their paths."""
+    from jkv.eval.small_multiples import multiples, picked  # imports the catalogue, hence jax
 
     out.mkdir(parents=True, exist_ok=True)
     made: list[tuple[str, Figure]] = []
@@ -116,8 +117,9 @@ def draw(rows: Sequence[Row], found: Sequence[Point], out: Path) -> list[Path]:
             needles.setdefault(f"{row['cache']}, question {row['question']}", []).append(row)
         if "bytes_share" in row:
             picks.setdefault(row["task"], []).append(row)
-        if {"by_layer", "mass"} <= row.keys():  # of a sweep; those of `jkv eval attention` are shares alone
+        if {"by_layer", "mass"} <= row.keys():  # from `sweep`; rows of `jkv eval attention` have no masses
             made.append((f"layers {row['cache']}", layers(row)))
+    # Heat maps, selector plots, then quality against bytes and time.
     made += [(f"niah {name}", heat(some, name)) for name, some in needles.items()]
     made += [(name, picked(some, name)) for name, some in picks.items()]
     for name, some in groups(found):

@@ -1,4 +1,4 @@
-"""Result files: one JSON document {"meta", "rows"}; a row is written as soon as it is measured, and never lost."""
+"""Result files: one JSON document {"meta", "rows"}, written row by row and resumable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "tokenizers")
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """Sixteen hex digits of SHA-256: the same prompts have the same digest.
+    """Return sixteen hex digits of SHA-256 over the parts, to compare prompts.
 
     >>> digest(["a", "b"]) == digest([b"a", b"b"]) != digest(["ab"])
     True
@@ -30,10 +30,16 @@ def digest(parts: Iterable[str | bytes]) -> str:
 class Results:
     """The rows of one experiment, in a file if there is a path.
 
-    An existing file of the same experiment (equal `meta`) is gone on with: `find` tells what is already measured.
-    Several processes may measure into one file: each takes in what the others have written. A number that is not finite
-    is null. Raises ValueError for a file of another experiment or of no experiment, OSError with the way out if it
-    cannot be written; the rows that were there before are then still there.
+    An existing file of the same experiment (equal `meta`) is resumed: `find` returns what is measured already. Several
+    processes may write to one file, and each merges the others' rows. Non-finite numbers are stored as null.
+
+    Args:
+        path: The file, or None for memory only.
+        meta: Everything that the rows depend on.
+
+    Raises:
+        ValueError: The file is of another experiment, or no result file.
+        OSError: The file cannot be written. Rows written before are intact.
     """
 
     def __init__(self, path: str | Path | None, meta: Mapping[str, Any]) -> None:
@@ -43,14 +49,14 @@ class Results:
         if self.path is not None and self.path.exists():
             self._take_in(self.path)
         elif self.path is not None:
-            self._write(self.path)  # before the first hour of work, not after it
+            self._write(self.path)  # fail before hours of work, not after
 
     def find(self, **key: Any) -> dict[str, Any] | None:
-        """The row that has these values, if it was measured."""
+        """Return the row with these values, or None."""
         return next((row for row in self.rows if all(row.get(k) == v for k, v in key.items())), None)
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row, once it is in the file."""
+        """Add a row, write the file, and return the row as stored."""
         made = json.loads(json.dumps(finite(row)))
         self.rows.append(made)
         if self.path is not None:
@@ -58,7 +64,7 @@ class Results:
         return made
 
     def _take_in(self, path: Path) -> None:
-        """The rows of the file before those that it lacks."""
+        """Merge the rows of the file, placed before the rows that it lacks."""
         old = read(path)
         changed = sorted(k for k in {*old["meta"], *self.meta} if old["meta"].get(k) != self.meta.get(k))
         if changed:
@@ -84,13 +90,13 @@ class Results:
 
 
 def holds(found: Any) -> bool:
-    """Whether a JSON document is of this form."""
+    """Return whether a JSON document is a result file."""
     rows = found.get("rows") if isinstance(found, dict) else None
     return isinstance(rows, list) and isinstance(found.get("meta"), dict) and all(isinstance(r, dict) for r in rows)
 
 
 def document(path: str | Path) -> Any:
-    """What a JSON file holds; ValueError if it cannot be read."""
+    """Load a JSON file; raises ValueError if it cannot be read."""
     path = Path(path).expanduser()
     try:
         return json.loads(path.read_text("utf-8"))
@@ -101,7 +107,7 @@ def document(path: str | Path) -> Any:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A result file; ValueError says what is wrong with it."""
+    """Load a result file; raises ValueError that says what is wrong with it."""
     found = document(path)
     if not holds(found):
         raise ValueError(f"{path} holds no results: it must be {{'meta': {{...}}, 'rows': [{{...}}]}}")

@@ -1,4 +1,4 @@
-"""What selectors pick of a full cache: the dense model's queries ask its own keys, without a cache around them."""
+"""Selector recall: the share of the dense model's attention in what a selector picks from a full cache."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ from jkv.protocols import Entered, Look, Queries, Selector
 
 @value
 class Asked:
-    """Of a layer of the dense model, for one text: rotated queries q f32[1,H,G,N,D] of N late tokens and keys
-    k f32[1,H,T,D]; before: the n queries before the late ones; paid f32[1,H,N,T], a mean over G; mass f32[1,H,S] from
-    all tokens so far, and last f32[1,H,S,n] of those before the most over G, to the S older tokens.
+    """One layer of the dense model for one text, with N late queries and S older tokens to select from.
+
+    Attributes:
+        q: f32[1,H,G,N,D], rotated late queries.
+        k: f32[1,H,T,D], rotated keys.
+        before: The n queries before the late ones.
+        paid: f32[1,H,N,T], attention of the late queries, averaged over G.
+        mass: f32[1,H,S], attention of all older queries to each older token, summed.
+        last: f32[1,H,S,n], attention of the queries in `before`, the largest over G.
     """
 
     q: Array
@@ -44,7 +50,13 @@ class Asked:
 
 @partial(jax.jit, static_argnames=("old",))
 def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
-    """Every layer of a text i32[1,T] whose first `old` tokens a selector picks among, for late i32[N]."""
+    """Compute every layer's queries, keys and attention for one text.
+
+    Args:
+        ids: i32[1,T], token ids.
+        late: i32[N], positions of the late queries.
+        old: Number of older tokens that the selector picks from.
+    """
     model, pos = params.config, jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
     out: list[Asked] = []
 
@@ -65,6 +77,7 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
             at = n * QUERIES + jnp.arange(QUERIES)
             return total + weights(jnp.where(at < old, at, -1)).sum((2, 3))[..., :old]
 
+        # Attention of all older queries is summed in chunks of QUERIES.
         before = late[0] - QUERIES + jnp.arange(QUERIES)
         mass = jax.lax.fori_loop(0, -(-old // QUERIES), summed, jnp.zeros((*k.shape[:2], old)))
         out.append(
@@ -87,8 +100,16 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
 
 @jax.jit
 def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Array, Array]:
-    """Step by step, for each of N late tokens: the share f32[N,H] of attention in what it reads, how many tokens, how
-    many in whole tiles of SLOTS, i32[N,H], and the units i32[N,1,H,U] picked, of those that a layer below gave.
+    """Run a selector over N late queries, step by step, on the older tokens of one layer.
+
+    Args:
+        select: The selector, bound to the layer.
+        one: The layer.
+        given: i32[N,1,H,U], pages that a lower layer picked; -1 for none.
+
+    Returns:
+        f32[N,H], the share of the attention in what each step reads, which includes all tokens after the last whole
+        page; i32[N,H], tokens read; i32[N,H], tokens read in whole tiles of SLOTS; i32[N,1,H,U], the pages picked.
     """
     old, u = one.mass.shape[2], select.unit
     h, t, d = one.k.shape[1:]
@@ -110,6 +131,7 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
         of = dict(pos=newest, oldest=oldest, summary=summary, memo=memo, given=given, alive=jnp.ones(1, bool))
         return Look(q=q, columns={}, **of, logits=logits)
 
+    # Build memo and summaries as a flush does when the older tokens enter a tier.
     blank = look(one.q[:, :, :, 0], None, given[0], None)
     memo = jax.tree.map(jnp.zeros_like, select.remember(blank))
     asked = one.before.newest(select.needs.queries)
@@ -138,8 +160,18 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
 
 
 def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared: int) -> dict[str, Any]:
-    """Of the layers from `spared` on that select: the share of attention read, a mean, by layer, and by kv head; and of
-    the older tokens which part is read, in bytes of keys and values too: by whole tiles, and with what a pick reads.
+    """Measure a selector's recall and read volume over the layers from `spared` on that select.
+
+    Args:
+        params: The model.
+        select: The selector.
+        layers: All layers of one text, from `asked`.
+        spared: First layers, which are left out of the means.
+
+    Returns:
+        `recovered`, the mean share of attention read; `by_layer` and `by_head`, the same per layer and kv head;
+        `tokens_share`, the fraction of the older tokens read; `bytes_share`, the fraction of their bytes read in whole
+        tiles, including what the selector itself reads.
     """
     shares, parts, sizes, given = [], [], [], None
     for i, one in enumerate(layers):
@@ -147,6 +179,7 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
         if own is None:
             shares.append(np.ones(one.k.shape[1]))
             continue
+        # Recall of a selecting layer, and its read volume relative to keys and values.
         old, d = one.mass.shape[2], one.k.shape[3]
         n = len(one.q[0, 0, 0])
         none = jnp.full((n, 1, one.k.shape[1], own.reads(old)), -1)
@@ -167,6 +200,9 @@ def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared:
 
 
 def _index(select: Selector, dim: int, heads: int) -> float:
-    """Numbers that are known of a token and head; ValueError for a selector that reads what a score remembers."""
+    """Return the size of a selector's summaries, in numbers per token and head.
+
+    Raises ValueError for a selector that reads columns of a score other than the attention mass.
+    """
     summary, _ = index_shapes(select, (1, heads, 1, dim), select.unit, [MASS], jnp.float32)
     return tree_bytes(summary) / 4 / heads / select.unit

@@ -1,4 +1,4 @@
-"""Quality against cost as small multiples: a panel a family of caches, all the others in grey behind it."""
+"""Small multiples of quality against cost: one panel per method family, with all other caches in grey."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PPL = (1, 2, 3, 3.5, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1000)  # on an axis of perplexities
+PPL = (1, 2, 3, 3.5, 4, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1000)  # ticks of a perplexity axis
 KL = (0, 1e-3, 1e-2, 1e-1, 1, 10)
-SHARES = (2, 5, 10, 20, 30, 50, 100, 200, 400)  # percent, on an axis of bytes
-COLORS = ("#0072b2", "#d55e00", "#007a5a", "#aa3377", "#222222", "#8c6d00", "#4b3fa0", "#5a7a8c")  # told apart by all
+SHARES = (2, 5, 10, 20, 30, 50, 100, 200, 400)  # ticks of a bytes axis, in percent
+COLORS = ("#0072b2", "#d55e00", "#007a5a", "#aa3377", "#222222", "#8c6d00", "#4b3fa0", "#5a7a8c")  # color-blind safe
 MARKERS = "osD^vP*X"
 GREY, FRONT, SMALL = "#d4d4d4", "#555555", 8
 PICKED = {
@@ -31,7 +31,7 @@ Place = tuple[float, float]
 
 
 def method(cache: str) -> str:
-    """A composition without its sizes: points of one method make a line.
+    """Return a composition without its sizes, so that points of one method form a line.
 
     >>> method("snapkv(budget=512, window=8) | int4")
     'snapkv(window=8) | int4'
@@ -41,13 +41,20 @@ def method(cache: str) -> str:
 
 
 def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
-    """All caches with the Pareto front named, and a panel a family; `cost`: "bytes" or "ms_token"."""
+    """Plot all caches with labels on the Pareto front, and a panel per family.
+
+    Args:
+        found: Comparable points.
+        cost: "bytes" or "ms_token".
+        title: Title of the figure.
+    """
     x = _cost(cost)
     front = pareto(found, lambda p: (x(p), p.loss))
     edge = [(x(p), p.value) for p in front]
     families: dict[str, list[Point]] = {}
     for p in found:
         families.setdefault(family(p.cache), []).append(p)
+    # The wide panel of all caches takes two cells of the first row.
     shown = [name for name in ORDER if name in families and name != FULL]
     rows = math.ceil((len(shown) + 2) / 3)
     figure = blank(10.9, 1 + 2.6 * rows)
@@ -66,8 +73,9 @@ def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
     figure.supylabel(f"{METRICS[found[0].metric]} ({better} is better)", fontsize=9)
     about = (title, found[0].model, found[0].size and f"{found[0].size} tokens", f"{len(found)} caches")
     figure.suptitle(_plain(", ".join(filter(None, about)), 120), fontsize=11, x=0.01, ha="left", parse_math=False)
-    figure.draw_without_rendering()  # the panels are where they stay, so that labels can be placed
+    figure.draw_without_rendering()  # fixes the layout, which labels are placed in
     figure.set_layout_engine("none")
+    # Label the front and the full cache, then each family's methods.
     known = [*front, *(p for p in families.get(FULL, ()) if p not in front)]
     marked = [(p.cache, [(x(p), p.value)]) for p in known]
     wide.plot(*zip(*(at for _, (at,) in marked), strict=True), ls="", marker="o", ms=4, color="#222222", zorder=3)
@@ -78,7 +86,7 @@ def multiples(found: Sequence[Point], cost: str, title: str) -> Figure:
 
 
 def picked(rows: Sequence[Row], title: str) -> Figure:
-    """The share of attention in what selectors pick, against that of tokens, and of bytes by whole tiles."""
+    """Plot selectors: the share of attention against the share of tokens, and of bytes, that they read."""
     methods: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda r: r["tokens_share"]):
         methods.setdefault(method(row["cache"]), []).append(row)
@@ -111,11 +119,11 @@ def _family(axes: Axes, some: Sequence[Point], x: Callable[[Point], float], edge
 
 
 def _lines(axes: Axes, lines: Mapping[str, Sequence[Place]], edge: Sequence[Place]) -> None:
-    """A line a method, in its colour and with its name."""
-    named = sorted(lines.items())  # a method's colour is the same in all pictures of the same caches
+    """Plot one line per method, each with a color and a label."""
+    named = sorted(lines.items())  # sorted, so that a method has one color in all plots of the same caches
     colors = [COLORS[i % len(COLORS)] for i in range(len(named))]
     for i, (color, (_, line)) in enumerate(zip(colors, named, strict=True)):
-        marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # another one where a colour comes again
+        marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # another marker when colors repeat
         axes.plot(*zip(*line, strict=True), color=color, marker=marker, ms=4, lw=1.1, zorder=3)
     _label(axes, named, colors, edge)
 
@@ -128,7 +136,7 @@ def _plainly(axes: Axes) -> None:
 
 
 def _shares(axes: Axes, x: Sequence[float]) -> None:
-    """Percents on a logarithmic axis: most are between a tenth and the half."""
+    """Set a logarithmic percent axis, because most values are between a tenth and a half."""
     axes.set_xscale("log")
     ends = min(x) / 1.3, max(x) * 1.3
     axes.set_xlim(*ends)
@@ -140,7 +148,7 @@ def _cost(cost: str) -> Callable[[Point], float]:
 
 
 def _scales(axes: Axes, found: Sequence[Point], cost: str) -> None:
-    """Scales that spread where the caches are: most are near the full one, and some are far."""
+    """Set scales that spread the caches out: most are close to the full one, a few far off."""
     values, x = [p.value for p in found], [_cost(cost)(p) for p in found]
     least, most = min(values), max(values)
     if found[0].metric == "kl":
@@ -157,7 +165,7 @@ def _scales(axes: Axes, found: Sequence[Point], cost: str) -> None:
 
 
 def _ticks(axes: Axes, at: Sequence[float]) -> None:
-    """Those that have room, from the lowest on."""
+    """Set the ticks that are far enough apart, starting from the lowest."""
     places, kept = axes.yaxis.get_transform().transform(np.array(at)), [0]
     for i in range(1, len(at)):
         if places[i] - places[kept[-1]] > 0.08 * np.ptp(places):
@@ -166,7 +174,7 @@ def _ticks(axes: Axes, at: Sequence[float]) -> None:
 
 
 def _plain(name: str, most: int = 44) -> str:
-    """A name in one line of so many letters at most."""
+    """Format a name in one line of at most `most` characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in name).split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
@@ -174,13 +182,14 @@ def _plain(name: str, most: int = 44) -> str:
 def _label(
     axes: Axes, lines: Sequence[tuple[str, Sequence[Place]]], colors: Sequence[str], edge: Sequence[Place]
 ) -> None:
-    """The name of each line beside one of its points, where it hides least; a thin leader where that is farther."""
+    """Label each line beside the point where the label hides least, with a thin leader if it is far away."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.patheffects import withStroke
 
     figure = axes.get_figure(root=True)
     assert figure is not None
     renderer = FigureCanvasAgg(figure).get_renderer()
+    # Everything a label should not cover: points, lines and the front.
     own = [axes.transData.transform(line) for _, line in lines]
     marks = np.concatenate(own)
     steps = [step for a, b in zip(edge, edge[1:], strict=False) for step in (a, (b[0], a[1]))] + [*edge[-1:]]
@@ -193,6 +202,7 @@ def _label(
         size.remove()
         boxes, which = _candidates(line, extent.width, extent.height)
         anchors = line[which]
+        # Cost of each candidate box: outside the frame, hides something, far from its point.
         outside = np.maximum([frame.x0, frame.y0] - boxes[:, :2], 0).sum(1)
         outside += np.maximum(boxes[:, 2:] - [frame.x1, frame.y1 + 2], 0).sum(1)
         far = np.hypot(*(np.clip(anchors, boxes[:, :2], boxes[:, 2:]) - anchors).T)
@@ -214,13 +224,13 @@ def _label(
 
 
 def _along(line: np.ndarray) -> np.ndarray:
-    """Places on the pieces of a line, in pixels."""
+    """Return the points of a line, in pixels, with 12 more on each segment."""
     parts = [np.linspace(a, b, 12) for a, b in zip(line[:-1], line[1:], strict=True)]
     return np.concatenate([line, *parts])
 
 
 def _candidates(line: np.ndarray, width: float, height: float) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes [n,4] (left, bottom, right, top) around the points of a line, and of which point each is."""
+    """Return label boxes [n,4] (left, bottom, right, top) around a line's points, and the point of each box."""
     which, boxes = [], []
     for i, (x, y) in enumerate(line):
         for r in (7, 13, 20, 30, 42, 56, 72, 90):
@@ -234,12 +244,12 @@ def _candidates(line: np.ndarray, width: float, height: float) -> tuple[np.ndarr
 
 
 def _inside(points: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """How many of the points [n,2] each box [m,4] hides, within two pixels."""
+    """Count the points [n,2] that each box [m,4] covers, within two pixels."""
     low, high = boxes[:, None, :2] - 2, boxes[:, None, 2:] + 2
     return ((points >= low) & (points <= high)).all(-1).sum(1)
 
 
 def _overlap(others: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Whether each box [m,4] lies on another one of [n,4]: how many."""
+    """Count the boxes [n,4] that each box [m,4] overlaps."""
     apart = (boxes[:, None, :2] >= others[:, 2:]) | (others[:, :2] >= boxes[:, None, 2:])
     return (~apart.any(-1)).sum(1)

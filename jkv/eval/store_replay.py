@@ -1,4 +1,4 @@
-"""A trace of prompts through a store of any size, without a model: what the orders of eviction find again."""
+"""Replay of a request trace through a prefix cache of any size, without a model: hit rates of eviction policies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from jkv.prefix_cache.store_eviction import AT_ONCE, Entry, Evict, policy
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """A prompt: when it came, in seconds, its token ids, and the names of its whole blocks."""
+    """A request of a trace.
+
+    Attributes:
+        at: Arrival time in seconds.
+        ids: Token ids of the prompt.
+        names: Hashes of its whole blocks.
+    """
 
     at: float
     ids: Sequence[int]
@@ -27,8 +33,8 @@ class Visit:
 
 
 def encoder(model: str) -> Callable[[Any], Sequence[int]]:
-    """What makes token ids of a text or of chat messages, by the tokenizer of a model; ids stay as they are."""
-    tokenizer = cache(lambda: read(model).tokenizer)  # loaded if there is text
+    """Return a function that tokenizes text or chat messages with a model's tokenizer; token ids pass through."""
+    tokenizer = cache(lambda: read(model).tokenizer)  # loaded lazily: traces of token ids need none
 
     def encode(prompt: Any) -> Sequence[int]:
         if not prompt or not isinstance(prompt, str | list):
@@ -44,9 +50,14 @@ def encoder(model: str) -> Callable[[Any], Sequence[int]]:
 
 
 def trace(path: str | Path, encode: Callable[[Any], Sequence[int]]) -> list[Visit]:
-    """A file of JSON lines {"time": seconds, "prompt": text, chat messages or token ids}, in order of time.
+    """Load a trace from JSON lines {"time": seconds, "prompt": text, chat messages or token ids}, ascending in time.
 
-    FormatError names a line that is none, or that is older than the one before it.
+    Args:
+        path: The file.
+        encode: Converts a prompt to token ids.
+
+    Raises:
+        FormatError: A line is invalid or older than the one before it.
     """
     path, out = Path(path).expanduser(), []
     try:
@@ -69,7 +80,7 @@ def trace(path: str | Path, encode: Callable[[Any], Sequence[int]]) -> list[Visi
 
 
 def moments(visits: Sequence[Visit]) -> list[int]:
-    """When each came, in nanoseconds, rising: of those of one time the later one is later by more than its blocks.
+    """Return strictly ascending arrival times in nanoseconds; simultaneous requests are spread by their blocks.
 
     >>> moments([Visit(1e-6, [], ("a", "b")), Visit(1e-6, [], ("a", "b")), Visit(2e-6, [], ("a",))])
     [1000, 1003, 2000]
@@ -81,7 +92,7 @@ def moments(visits: Sequence[Visit]) -> list[int]:
 
 
 class Belady(Evict):
-    """What is asked for latest, or never, goes first: no order finds more again, and none can know it beforehand."""
+    """Belady's optimal eviction: the block with the latest next use first. An upper bound that needs the future."""
 
     def __init__(self, visits: Sequence[Visit]) -> None:
         self.comes: dict[str, list[int]] = {}
@@ -100,12 +111,12 @@ class Belady(Evict):
 
 
 def order(text: str, visits: Sequence[Visit]) -> Evict:
-    """The order of a text, as `Store` takes it, or "belady"."""
+    """Build the eviction policy of a text, as `Store` takes it, or "belady"."""
     return Belady(visits) if text == "belady" else policy(text)
 
 
 def leading(names: Sequence[str], held: Container[str]) -> int:
-    """How many first ones of the names are held.
+    """Count the leading names that are held.
 
     >>> leading(["a", "b", "c"], {"a", "c"}), leading([], set())
     (1, 0)
@@ -114,19 +125,24 @@ def leading(names: Sequence[str], held: Container[str]) -> int:
 
 
 def replay(visits: Sequence[Visit], evict: Evict, blocks: int) -> dict[str, Any]:
-    """hits: the share of prompts' whole blocks that a store of so many blocks has when they come; tokens: that were
-    found."""
+    """Replay a trace through a store of at most `blocks` blocks.
+
+    Returns:
+        `hits`, the share of the prompts' whole blocks found in the store on arrival; `tokens`, the tokens found.
+    """
     held: dict[str, Entry] = {}
     hits = total = 0
     for x, now in zip(visits, moments(visits), strict=True):
         odds = evict.odds(x.ids)
         n = leading(x.names, held)
         hits, total = hits + n, total + len(x.names)
+        # Evict in batches, as the store does, but no block of this prompt.
         over = len(held) + len(x.names) - n - blocks
         if over > 0:
             mine, goes = {*x.names}, max(over, blocks // AT_ONCE)
             for name in [name for name in evict.order(held.values(), now) if name not in mine][:goes]:
                 del held[name]
+        # Insert or touch this prompt's blocks; a parent counts as used after its child.
         for i, (before, name) in enumerate(zip(["", *x.names], x.names, strict=False)):
             if name in held or len(held) < blocks:
                 held[name] = Entry(name, before, now - i, odds)
@@ -134,7 +150,15 @@ def replay(visits: Sequence[Visit], evict: Evict, blocks: int) -> dict[str, Any]
 
 
 def alike(sizes: Sequence[int], hits: Sequence[float], other: Sequence[float]) -> list[float | None]:
-    """The size at which one order finds as much as another at each of `sizes`, as a share of that; None: at none.
+    """Return the size at which one policy finds as much as another at each size, as a fraction of that size.
+
+    Args:
+        sizes: Sizes of the store, ascending.
+        hits: Hit rates of the policy at these sizes.
+        other: Hit rates of the other policy.
+
+    Returns:
+        A fraction per size; None if no size in the range finds as much.
 
     >>> alike([1, 2, 4], [0.2, 0.4, 0.6], [0.1, 0.3, 0.5])
     [None, 0.75, 0.75]
@@ -147,7 +171,7 @@ def alike(sizes: Sequence[int], hits: Sequence[float], other: Sequence[float]) -
 
 
 def continued(visits: Sequence[Visit]) -> np.ndarray:
-    """bool[n]: whether the last whole block of each prompt is asked for again, later.
+    """Return bool[n]: whether a later request has the last whole block of each prompt.
 
     >>> from dataclasses import replace
     >>> a, b = (Visit(t, [1] * n, tuple(chain("", [1] * (n - 1)))) for t, n in ((0.0, 70), (1.0, 200)))
@@ -161,7 +185,7 @@ def continued(visits: Sequence[Visit]) -> np.ndarray:
 
 
 def pauses(visits: Sequence[Visit]) -> np.ndarray:
-    """f32[n], rising: seconds from each prompt to the next one that has its last whole block."""
+    """Return f32[n], ascending: seconds from a prompt to the next one with its last whole block."""
     waiting: dict[str, float] = {}
     out = []
     for x in visits:
@@ -172,8 +196,10 @@ def pauses(visits: Sequence[Visit]) -> np.ndarray:
 
 
 def rows(visits: Sequence[Visit], orders: Sequence[str], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """A row an order and size in blocks; `alike`: the size at which it finds as much as the first order does at this
-    one, as a share of it."""
+    """Measure eviction policies, one row per policy and size in blocks.
+
+    `alike` is the size at which the policy finds as much as the first policy does at this size, as a fraction of it.
+    """
     found = [[replay(visits, order(text, visits), size) for size in sizes] for text in orders]
     hits = [[x["hits"] for x in some] for some in found]
     return [

@@ -1,4 +1,4 @@
-"""What a tokenizer's tokens hold: their entropies, bits by a model, and bytes of keys and values for a byte of text."""
+"""Tokenizer statistics: n-gram entropies, bits per byte under a model, and cache bytes per byte of text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from jkv.eval.experiments import Say, Setting
 from jkv.eval.prefill_replay import LIMIT, Prefills
 from jkv.eval.results import Results
 
-ORDERS = 5  # tokens of the longest n-grams
-ENOUGH = 0.5  # the share of n-grams that occur once, above which an entropy says more of the sample than of the text
+ORDERS = 5  # longest n-gram
+ENOUGH = 0.5  # above this share of n-grams that occur once, an entropy describes the sample, not the text
 
 
 def entropies(ids: Sequence[int] | np.ndarray, orders: int = ORDERS) -> list[tuple[float, float]]:
-    """Of order n = 1, 2, ...: H(x_n | x_1 .. x_(n-1)) = H_n - H_(n-1) in bits, H_n = -sum p log2 p over the n-grams,
-    p their shares of the sample, and the share of n-grams that occur once. Short samples give too little.
+    """Compute conditional n-gram entropies H(x_n | x_1 .. x_(n-1)) = H_n - H_(n-1) in bits, for n = 1, 2, ...
 
-    Every order is of the same positions, those that have `orders - 1` tokens before them, so none is below 0. Raises
-    ValueError for fewer tokens than that.
+    H_n = -sum p log2 p over the n-grams, p their shares of the sample. Short samples underestimate the entropy. All
+    orders use the same positions, those with `orders - 1` tokens before them, so that no difference is negative.
+
+    Returns:
+        Per order the entropy, and the share of n-grams that occur once.
+
+    Raises:
+        ValueError: There are not more than `orders` tokens.
 
     >>> entropies([0, 1] * 50, 3)[0][0], abs(round(entropies([0, 1] * 50, 3)[1][0], 3))
     (1.0, 0.0)
@@ -43,7 +48,7 @@ def entropies(ids: Sequence[int] | np.ndarray, orders: int = ORDERS) -> list[tup
 
 
 def _counts(grams: np.ndarray) -> np.ndarray:
-    """How often each row i64[n,k] occurs."""
+    """Count the occurrences of each distinct row of i64[n,k]."""
     code, base = np.zeros(len(grams), np.int64), grams.max(initial=0) + 1
     for column in grams.T:
         code = np.unique(code * base + column, return_inverse=True)[1]
@@ -56,7 +61,17 @@ def _bits(counts: np.ndarray) -> float:
 
 
 def stream(ids: Sequence[int] | np.ndarray, bytes: int, vocabulary: int) -> dict[str, Any]:
-    """bytes_token; bits: by order; once: the share of n-grams that occur once; use: H_1 / log2 V."""
+    """Compute tokenizer statistics of one token stream.
+
+    Args:
+        ids: Token ids of a text.
+        bytes: Bytes of the text.
+        vocabulary: Size V of the vocabulary.
+
+    Returns:
+        `tokens`; `bytes_token`, bytes per token; `bits`, the entropy by order; `once`, the share of n-grams that occur
+        once, by order; `use` = H_1 / log2 V.
+    """
     found = entropies(ids)
     return {
         "tokens": len(ids),
@@ -68,7 +83,7 @@ def stream(ids: Sequence[int] | np.ndarray, bytes: int, vocabulary: int) -> dict
 
 
 def trained(text: str, vocabulary: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of so many tokens, or as many as the text has."""
+    """Train a byte-level BPE tokenizer of at most `vocabulary` tokens."""
     core = tokenizers.Tokenizer(BPE())
     core.pre_tokenizer = ByteLevel(add_prefix_space=False)
     alphabet = sorted(ByteLevel.alphabet())
@@ -77,8 +92,19 @@ def trained(text: str, vocabulary: int) -> tokenizers.Tokenizer:
 
 
 def measured(s: Setting, ids: np.ndarray, source: str, prefix: int, text: str, say: Say) -> Results:
-    """A row for the tokens of a text, and one a cache: bits of a token and of a byte by the model, and `kv_byte`, bytes
-    of the cache after `prefix` tokens for a byte of their text."""
+    """Measure a text's token statistics in one row, and its coding by the model through each cache in one row each.
+
+    Rows of caches have bits per token and per byte, and `kv_byte`, the cache's bytes after `prefix` tokens per byte of
+    their text.
+
+    Args:
+        s: Shared settings.
+        ids: i32[samples, prefix + continuation].
+        source: Name of the texts.
+        prefix: Tokens of the prefix.
+        text: The text for the token statistics.
+        say: Progress callback.
+    """
     tokenizer = s.params.tokenizer
     how = {"prefix": prefix, "continue": ids.shape[1] - prefix, "samples": len(ids)}
     found = s.results("tokens", [ids.tobytes(), text], source=source, **how)
@@ -100,8 +126,19 @@ def measured(s: Setting, ids: np.ndarray, source: str, prefix: int, text: str, s
 
 
 def study(corpus: str, vocabularies: Sequence[int], megabytes: Sequence[float]) -> list[dict[str, Any]]:
-    """Tokenizers of so many tokens, trained on so much of the training side of a corpus: entropies of what they make of
-    its other side. ValueError for a corpus that has too little text."""
+    """Train tokenizers on the training side of a corpus and measure the entropies of its test side.
+
+    Args:
+        corpus: Name of the corpus.
+        vocabularies: Vocabulary sizes.
+        megabytes: Sizes of the training text in MB.
+
+    Returns:
+        One row per size and vocabulary.
+
+    Raises:
+        ValueError: The corpus has too little text.
+    """
     whole, other = corpora.text(f"{corpus}:train"), corpora.text(f"{corpus}:test")
     if len(whole.encode()) < 1e6 * max(megabytes):
         most = len(whole.encode()) / 1e6

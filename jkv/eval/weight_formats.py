@@ -1,4 +1,4 @@
-"""Forms of weights by what they say: bytes, perplexity, and the KL to the model in floats. Nothing is timed."""
+"""Weight formats compared by bytes, perplexity, and KL to the unquantized model. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,17 @@ from jkv.models.weights.linear import forms as held
 
 
 def rows(load: Callable[[str | None], Params], forms: Sequence[str | None], ids: np.ndarray, prefix: int) -> Iterator:
-    """Of each form, the first of which is None, a row: bytes of all weights, and of the tokens after `prefix` of texts
-    i32[n, T], each text in one pass, the perplexity and the mean KL (nats) of what None predicts to what the form does.
+    """Measure each weight format, one row each.
+
+    Args:
+        load: Loads the model in a format; None is the unquantized model.
+        forms: The formats, the first of which is None.
+        ids: i32[n,T], texts, each read in one pass.
+        prefix: Tokens of each text that are not scored.
+
+    Yields:
+        `weights`, `held` (formats in use), `bytes` of all weights, `ppl`, and `kl`, the mean KL in nats from the
+        unquantized model (None for itself).
     """
     whole: list[Array] = []
     for form in forms:
@@ -37,17 +46,19 @@ def rows(load: Callable[[str | None], Params], forms: Sequence[str | None], ids:
 
 @partial(jax.jit, static_argnames="prefix")
 def _said(params: Params, ids: Array, prefix: int) -> Array:
-    """Logits f32[1, T - prefix, V] of the tokens after `prefix`."""
+    """Compute the logits f32[1, T - prefix, V] that predict the tokens after `prefix`."""
     pos = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     return forward(params, ids, pos)[:, prefix - 1 : -1]
 
 
 def _cost(logits: Array, tokens: np.ndarray) -> float:
+    """Compute the mean negative log-likelihood of tokens, in nats."""
     said = jax.nn.log_softmax(logits[0])
     return -float(jnp.take_along_axis(said, jnp.asarray(tokens)[:, None], 1).mean())
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Build a table of rows from `rows`."""
     out = Table("weights", "held as", "MB", "perplexity", "KL", box=box.MARKDOWN)
     for r in rows:
         kl = "-" if r["kl"] is None else f"{r['kl']:.2g}"

@@ -1,1 +1,1 @@
-"""Statistics of a model that methods need, measured without a gradient; `jkv calibrate`."""
+"""Calibration (`jkv calibrate`): model statistics that cache methods need, measured without training."""

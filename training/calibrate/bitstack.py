@@ -1,7 +1,7 @@
-"""BitStack's blocks of a model and their order (2410.23918), by forward passes alone.
+"""BitStack calibration (2410.23918): weight blocks of a model and their order, by forward passes alone.
 
-The matrices of a layer that multiply one input are one matrix here, as everywhere in jkv: four of a block of Llama,
-where the paper has seven.
+Matrices of a layer that multiply the same input are stored as one matrix in jkv, so a Llama layer has four instead of
+the paper's seven.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from jkv.models.weights.linear import product
 from jkv.training.calibrate.heads import Say
 from jkv.training.resumable_search import Measured
 
-FLOOR = 1e-3  # added to the norm of an input
+FLOOR = 1e-3  # added to input norms
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A matrix that tells what it multiplies, while a program is traced."""
+    """A matrix that reports its inputs while a program is traced.
+
+    Attributes:
+        matrix: The matrix.
+        tell: Called with each input.
+    """
 
     matrix: Array
     tell: Callable[[Array], None]
@@ -41,14 +46,26 @@ def _(w: Heard, x: Array, dtype: Any) -> Array:
 
 
 def steps(params: Params, levels: int) -> int:
-    """What `calibrate` has to say."""
+    """Return the number of progress messages of `calibrate`."""
     return params.config.depth + len(shapes(params.config)) * levels
 
 
 def calibrate(params: Params, ids: np.ndarray, judged: int, folder: Folder, kept: Measured, say: Say) -> list[Place]:
-    """Blocks of each matrix in the folder, and their order, by texts i32[N, T]; what is there is not made again.
+    """Decompose each matrix into blocks in the folder, and order the blocks. Existing blocks are kept.
 
-    params: in floats. The first `judged` texts order the blocks. ValueError for what `decompose` cannot do.
+    Args:
+        params: The model, in floats.
+        ids: i32[N,T], texts for the input norms.
+        judged: Number of texts, from the first on, that the order is measured on.
+        folder: The folder.
+        kept: Losses measured so far.
+        say: Progress callback.
+
+    Returns:
+        The matrix of each block, in order.
+
+    Raises:
+        ValueError: `decompose` cannot decompose a matrix, or the model gives NaN or infinity.
     """
     k, levels = folder.what["k"], folder.what["levels"]
     weigh = norms(params, ids, say)
@@ -69,7 +86,9 @@ def calibrate(params: Params, ids: np.ndarray, judged: int, folder: Folder, kept
 
 
 def order(losses: list[np.ndarray], places: list[Place]) -> list[Place]:
-    """Level by level, in each by its losses f64[matrices], the least first; of one with NaN by those of the next.
+    """Order the blocks level by level, within a level by loss f64[matrices], least first.
+
+    If a level has a loss that is not finite, the losses of the next level decide.
 
     >>> order([np.array([np.nan, 1.0]), np.array([3.0, 2.0])], [(0, "qkv"), (0, "o")])
     [(0, 'o'), (0, 'qkv'), (0, 'o'), (0, 'qkv')]
@@ -82,9 +101,9 @@ def order(losses: list[np.ndarray], places: list[Place]) -> list[Place]:
 
 
 def norms(params: Params, ids: np.ndarray, say: Say) -> dict[Place, np.ndarray]:
-    """f64[in] of each matrix: the norm of each input over the tokens of a text, the mean of texts i32[N, T].
+    """Compute the L2 norm f64[in] of each input channel of each matrix over a text, averaged over texts i32[N,T].
 
-    ValueError for a model that gives NaN or infinity.
+    Raises ValueError if the model gives NaN or infinity.
     """
     rows = [family(params.config).embed(params, jnp.asarray(ids[i : i + 1])) for i in range(len(ids))]
     found: dict[Place, np.ndarray] = {}
@@ -103,7 +122,7 @@ def norms(params: Params, ids: np.ndarray, say: Say) -> dict[Place, np.ndarray]:
 
 @jax.jit
 def _heard(one: Params, x: Array) -> tuple[Array, dict[str, Array]]:
-    """x [1, T, E] after the only block, and the sums of squares f32[in] of what its matrices multiply."""
+    """Run the only layer on x [1,T,E]; also return the sums of squares f32[in] of each matrix's inputs."""
     squares: dict[str, Array] = {}
 
     def tell(name: str, x: Array) -> None:
@@ -116,20 +135,20 @@ def _heard(one: Params, x: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def _block(one: Params, x: Array) -> Array:
-    """x [B, T, E] after the only block."""
+    """Run the only layer on x [B,T,E]."""
     pos = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
     return layer(one, 0, x, pos, plain(one.config, pos), fresh(one.config, pos))[0]
 
 
 @jax.jit
 def _through(one: Params, x: Array) -> Array:
-    """The same, text by text."""
+    """Run the only layer on x [B,T,E], one text at a time."""
     return jax.lax.map(lambda row: _block(one, row[None])[0], x)
 
 
 @jax.jit
 def _loss(ends: Params, x: Array, ids: Array) -> Array:
-    """f32[]: what the tokens of texts i32[N, T] cost, given x [N, T, E] after the last block; nats a token."""
+    """Compute the mean next-token loss f32[] in nats of texts i32[N,T] from last hidden states x [N,T,E]."""
 
     def one(given: tuple[Array, Array]) -> Array:
         x, ids = given
@@ -142,8 +161,12 @@ def _loss(ends: Params, x: Array, ids: Array) -> Array:
 def _level(
     params: Params, ids: Array, folder: Folder, places: list[Place], level: int, kept: Measured, say: Say
 ) -> np.ndarray:
-    """f64[matrices]: the loss where all have `level` blocks and one has one more. The layers below it are run once."""
+    """Measure the loss if all matrices have `level` blocks and one has one more, f64[matrices].
+
+    Layers before that matrix run once.
+    """
     names = {place: f"level {level}, layer {place[0] + 1}, {place[1]}" for place in places}
+    # Load the model at this level, unless everything is measured already.
     at = params
     if not all(name in kept for name in names.values()):
         layers = tuple(dict(w) for w in params.layers)
@@ -172,7 +195,7 @@ def _level(
 
 
 def _floats(blocks: Blocks, n: int) -> Array:
-    """The matrix of the first n blocks."""
+    """Sum the first n blocks of a matrix."""
     signs, left, right = (jnp.asarray(x) for x in blocks)
     return _summed(Signed(signs=signs[..., :n, :], left=left[..., :n, :], right=right[:n]))
 

@@ -1,4 +1,4 @@
-"""Which channels and directions of a head's keys tell tokens apart, by forward passes alone."""
+"""Calibration of key channels: the channel pairs and directions of a head that rank tokens as all do."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from jkv.training.calibrate.moments import SOURCES
 from jkv.training.calibrate.queries import measured
 from jkv.training.data import corpora
 
-STEPS, BEST = 16, 8  # queries of the later half of a text; the part of the tokens before them that is the best
-PART = 4  # of the directions, the part that is kept
+STEPS, BEST = 16, 8  # queries from the second half of a text; 1 / BEST of the tokens count as best
+PART = 4  # 1 / PART of the directions is kept
 
 
 def channels(params: Params, texts: int, length: int, seed: int, say: Say) -> Found:
-    """The arrays of `Channels`, of texts of prose and code; ValueError for what is no text of the model."""
+    """Calibrate the arrays of `Channels` on texts of prose and code.
+
+    Raises ValueError if the model has layers without attention, or for an invalid number or length of texts.
+    """
     if params.config.layers != params.config.depth:
         raise ValueError("calibrate channels: some blocks of this model do not attend, and ask nothing")
     batch = corpora.texts(params, SOURCES, length, texts, seed)
@@ -37,10 +40,15 @@ def channels(params: Params, texts: int, length: int, seed: int, say: Say) -> Fo
 
 @partial(jax.jit, static_argnames=("pairs",))
 def agreement(q: Array, k: Array, pairs: int) -> Array:
-    """f32[H,R]: of rotated queries f32[H,G,T,D] and keys f32[H,T,D] of a text, how much each pair of channels finds.
+    """Measure for each channel pair R how many of the best tokens it finds alone, f32[H,R], for one text.
 
-    The share of the best tokens by q . k that are among the best by the pair alone, a mean over queries and G; ties go
-    to the earlier token.
+    The best tokens are those with the largest q . k; ties go to the earlier token. The share is averaged over queries
+    and G.
+
+    Args:
+        q: f32[H,G,T,D], rotated queries.
+        k: f32[H,T,D], rotated keys.
+        pairs: Number R of rotated channel pairs.
     """
     t = k.shape[1]
     at = jnp.linspace(t // 2, t - 1, STEPS).astype(jnp.int32)
@@ -61,9 +69,11 @@ def agreement(q: Array, k: Array, pairs: int) -> Array:
 
 
 def skew(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """f32[H,D,D/4] of rotated queries f32[H,G,n,D] and keys f32[H,n,D]: right singular vectors of a head's queries.
+    """Return the D/4 right singular vectors of a head's queries with the largest |Q v| |K v|, f32[H,D,D/4].
 
-    Those of the largest |Q v| |K v|.
+    Args:
+        q: f32[H,G,n,D], rotated queries.
+        k: f32[H,n,D], rotated keys.
     """
     moment = np.einsum("hgnd,hgne->hde", q, q, dtype=np.float64)
     v = np.linalg.eigh(moment)[1]

@@ -1,6 +1,7 @@
-"""Attention of each head of a model, by forward passes alone: to needles that an answer copies, and to repetitions.
+"""Calibration of attention heads by forward passes: attention to needles and to repetitions.
 
-Texts go through the model layer by layer, and of a layer nothing is kept but a number for each head.
+Needles are facts that an answer copies. Texts go through the model layer by layer, and only a number per head is kept
+of each layer.
 """
 
 from __future__ import annotations
@@ -26,19 +27,25 @@ from jkv.methods.eviction.heads import CHOICE, SPLIT
 from jkv.models import Params, family
 from jkv.models.llama import out
 
-SEEDS = 1 << 41  # of needles; those of training texts and of evaluations are smaller
-HAY = "pydoc:train"  # what needles are in
-KEPT, WINDOW, TOP = 32, 8, 4  # tokens and window of the cache that layers are weighed by, and the heads that choose
-COPIES = 4  # of the random tokens
+SEEDS = 1 << 41  # first seed of needles, above those of training texts and evaluations
+HAY = "pydoc:train"  # corpus that needles are in
+KEPT, WINDOW, TOP = 32, 8, 4  # tokens and window of the cache that weighs layers; heads that choose its tokens
+COPIES = 4  # repetitions of the random tokens
 
 Say = Callable[[str], None]
-Found = tuple[dict[str, np.ndarray], dict[str, Any]]  # arrays, and what the card says of them
+Found = tuple[dict[str, np.ndarray], dict[str, Any]]  # arrays, and their entries in the card
 
 
 @value
 class Needle:
-    """One question and its answer: ids i32[1,T] right-aligned; the prompt has `end` tokens, of which those of the
-    needle are [first, last); answer i32[n]: what should follow the last n tokens, -1 where they are still the prompt.
+    """A question about a needle, with its answer.
+
+    Attributes:
+        ids: i32[1,T], token ids of prompt and answer, right-aligned.
+        end: i32[], tokens of the prompt.
+        first: i32[], first token of the needle.
+        last: i32[], end of the needle (exclusive).
+        answer: i32[n], the next token after each of the last n tokens, -1 where that is still the prompt.
     """
 
     ids: Array
@@ -49,12 +56,16 @@ class Needle:
 
     @property
     def pos(self) -> Array:
+        """i32[1,T]: positions, -1 for padding."""
         live = self.ids >= 0
         return jnp.where(live, jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
 
 
 def needles(params: Params, texts: int, length: int, seed: int) -> list[Needle]:
-    """Needles in prose with the right answers; ValueError for a model without a tokenizer or lengths that are none."""
+    """Build needles in prose with the right answers.
+
+    Raises ValueError if the model has no tokenizer, or a number is out of range.
+    """
     if texts < 1 or seed < 0 or length > params.config.context - 32:
         most = params.config.context - 32
         raise ValueError(f"texts={texts}, length={length}, seed={seed}: 1 or more, at most {most}, and 0 or more")
@@ -80,7 +91,11 @@ def needles(params: Params, texts: int, length: int, seed: int) -> list[Needle]:
 
 
 def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[..., Any]) -> tuple[Array, Any]:
-    """x f[1,T,E] after the only layer in `params`, and read(q, k, v), f32 and rotated; kind: a layer with its rope."""
+    """Run the only layer on x f[1,T,E]; also return read(q, k, v) of its rotated f32 projections.
+
+    Args:
+        kind: A layer with the same rope and window.
+    """
     c = params.config
 
     def attend(i: int, a: Any) -> tuple[Array, Any]:
@@ -93,7 +108,7 @@ def _through(params: Params, x: Array, pos: Array, kind: int, read: Callable[...
 
 
 def paid(params: Params, q: Array, k: Array, q_pos: Array, pos: Array, kind: int) -> Array:
-    """p f32[1,H,G,n,T] of rotated queries [1,H,G,n,D] at i32[1,n]."""
+    """Compute the attention f32[1,H,G,n,T] of rotated queries [1,H,G,n,D] at i32[1,n] to rotated keys [1,H,T,D]."""
     see = visible(q_pos, pos[:, None], params.config.windows[kind])[:, :, None]
     logits, sinks = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * params.config.scale, params.layers[0].get("sinks")
     return jnp.where(see, softmax(jnp.where(see, logits, -1e30), sinks), 0)
@@ -101,7 +116,7 @@ def paid(params: Params, q: Array, k: Array, q_pos: Array, pos: Array, kind: int
 
 @partial(jax.jit, static_argnames=("kind",))
 def looks(params: Params, x: Array, one: Needle, kind: int) -> tuple[Array, Array]:
-    """x after a layer, and what the queries of the answer pay to the needle, f32[H,G,n]."""
+    """Run a layer; also return the attention f32[H,G,n] of the answer's queries to the needle."""
     pos, n = one.pos, one.answer.shape[0]
 
     def read(q: Array, k: Array, v: Array) -> Array:
@@ -114,14 +129,18 @@ def looks(params: Params, x: Array, one: Needle, kind: int) -> tuple[Array, Arra
 
 @partial(jax.jit, static_argnames=("kind",))
 def misses(params: Params, x: Array, one: Needle, chosen: Array, kind: int) -> tuple[Array, Array]:
-    """x after a layer, and how far its attention block is off for each query of the answer, f32[n], if it sees KEPT
-    tokens of the prompt alone: |o' - o| / (|o| + 1e-5) after the output projection.
+    """Run a layer; also return the error f32[n] of its attention output if the answer sees KEPT prompt tokens only.
 
-    They are those that the heads chosen, f32[H,G] which sum to 1, choose by the last WINDOW queries of the prompt.
+    The error is |o' - o| / (|o| + 1e-5) after the output projection. The tokens are the last WINDOW of the prompt, and
+    those that have the most attention from them.
+
+    Args:
+        chosen: f32[H,G], weights of the heads whose attention chooses the tokens, with sum 1.
     """
     pos, n = one.pos, one.answer.shape[0]
 
     def read(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        # Attention of the prompt's last WINDOW queries, summed over the chosen heads and pooled.
         start = pos.shape[1] - 1 - pos[0, -1] + one.end - WINDOW
         late, at = (jax.lax.dynamic_slice_in_dim(y, start, WINDOW, axis) for y, axis in ((q, 3), (pos, 1)))
         mass = (paid(params, late, k, at, pos, kind) * chosen[None, :, :, None, None]).sum((1, 2, 3))
@@ -130,6 +149,7 @@ def misses(params: Params, x: Array, one: Needle, chosen: Array, kind: int) -> t
         pooled = jnp.stack([padded[:, i : i + pos.shape[1]] for i in range(5)]).sum(0)
         best = jax.lax.top_k(jnp.where(old, pooled, -jnp.inf), KEPT - WINDOW)[1]
         held = (pos >= one.end - WINDOW).at[0, best[0]].set(True)
+        # Outputs over all tokens, and over the kept ones with the weights renormalized.
         p = paid(params, q[:, :, :, -n:], k, pos[:, -n:], pos, kind)
         cut = jnp.where(held[:, None, None, None], p, 0)
         cut = cut / jnp.maximum(cut.sum(-1, keepdims=True), 1e-30)
@@ -142,7 +162,7 @@ def misses(params: Params, x: Array, one: Needle, chosen: Array, kind: int) -> t
 
 
 def layers(params: Params) -> Iterator[tuple[int, Params, int]]:
-    """Each layer's number, the model of that layer alone, and the first layer with the same rope and window."""
+    """Yield each layer's number, the model of that layer alone, and the first layer with the same rope and window."""
     c = params.config
     kinds = list(zip(c.ropes, c.windows, strict=True))
     for i in range(c.layers):
@@ -150,12 +170,16 @@ def layers(params: Params) -> Iterator[tuple[int, Params, int]]:
 
 
 def choice(params: Params, given: list[Needle], say: Say) -> Found:
-    """CompressKV's two tables: what each query head pays to needles, f32[L,H,G], and what each layer loses, f32[L].
+    """Calibrate CompressKV's tables: query heads' attention to needles f32[L,H,G], and each layer's loss f32[L].
 
-    Queries count whose answer's next token the model itself would say, in texts where those are more than half. Answers
-    are given, where the paper generates them; layers are weighed with the others whole. Source: 2508.02401.
+    Only queries whose next token the model predicts itself count, in texts where it predicts more than half. The
+    answers are given, while the paper generates them; a layer is weighed with the others uncompressed. Source:
+    2508.02401.
+
+    Raises ValueError if the model answers no question.
     """
     net, heads, asked = family(params.config), 0.0, []
+    # Attention of each query head to the needle.
     for one in given:
         x, paid = net.embed(params, jnp.maximum(one.ids, 0)), []
         for _, single, kind in layers(params):
@@ -173,6 +197,7 @@ def choice(params: Params, given: list[Needle], say: Say) -> Found:
             "shorter length, or a model that follows instructions"
         )
     heads = np.asarray(heads) / len(asked)
+    # Error of each layer if its best heads choose the tokens.
     lost = np.zeros(len(heads))
     for one in asked:
         x = net.embed(params, jnp.maximum(one.ids, 0))
@@ -184,7 +209,7 @@ def choice(params: Params, given: list[Needle], say: Say) -> Found:
 
 
 def share_of(heads: np.ndarray) -> np.ndarray:
-    """f32[H,G]: equal parts for the TOP highest of f[H,G], 0 for the others."""
+    """Return f32[H,G]: equal weights with sum 1 for the TOP highest entries of f[H,G], 0 for the others."""
     chosen = np.zeros(heads.size, np.float32)
     chosen[np.argsort(-heads, axis=None, kind="stable")[:TOP]] = 1 / min(TOP, heads.size)
     return chosen.reshape(heads.shape)
@@ -192,10 +217,10 @@ def share_of(heads: np.ndarray) -> np.ndarray:
 
 @partial(jax.jit, static_argnames=("kind", "size"))
 def repeats(params: Params, x: Array, pos: Array, kind: int, size: int) -> tuple[Array, Array]:
-    """x after a layer, and what its kv heads pay to earlier copies of a token and to what followed them, f32[2,H].
+    """Run a layer; also return its kv heads' attention f32[2,H] to a token's earlier copies and their successors.
 
-    The text is one token, then `size` others again and again; means over all queries but those of the first copy, the
-    larger of a kv head's G.
+    The text is one token, then `size` tokens repeated. Attention is averaged over all queries after the first copy, and
+    the largest of a kv head's G counts.
     """
 
     def read(q: Array, k: Array, v: Array) -> Array:
@@ -214,9 +239,9 @@ def repeats(params: Params, x: Array, pos: Array, kind: int, size: int) -> tuple
 
 
 def split(params: Params, texts: int, length: int, seed: int, say: Say) -> Found:
-    """RazorAttention's two tables, f32[L,H]: how much a kv head looks at a token's copies, and at what came after them.
+    """Calibrate RazorAttention's tables, f32[L,H]: attention to a token's copies, and to the tokens after them.
 
-    Each text is the begin token and random tokens, COPIES times the same. Source: 2407.15891.
+    Each text is the begin token and random tokens repeated COPIES times. Source: 2407.15891.
     """
     c, size = params.config, (length - 1) // COPIES
     if texts < 1 or size < 2 or length > c.context or seed < 0:

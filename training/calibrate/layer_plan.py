@@ -1,4 +1,4 @@
-"""The budget and the codecs of each layer: measured one by one, then chosen within so many bytes."""
+"""Layer plan search: measure each budget and codec in one layer alone, then divide a number of bytes among layers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,27 @@ from jkv.training.resumable_search import Measured
 from jkv.utils.json_results import versions
 
 CANDIDATES = ("full", "int8", "turboquant(bits=4)", "turboquant(bits=3)", "turboquant(bits=2)")
-AFTER = 128  # tokens of a text that count, or half of it
-Choice = tuple[int, ...]  # the three candidates that give a budget, the keys' codec and the values'
+AFTER = 128  # scored tokens of a text, at most half of it
+Choice = tuple[int, ...]  # indices of the candidates whose budget, key codec and value codec are used
 
 
 class Search:
-    """The plan of at most `most` bytes for a text of `length` tokens, everything counted.
+    """Search for the plan of at most `most` bytes for a text of `length` tokens, with all arrays counted.
 
-    It begins with the same in all layers, a budget and the codecs of one candidate: the one of least KL that fits. From
-    there each budget, codec of keys and codec of values is measured in each layer alone; what they change is taken to
-    add up, and `divided` chooses. If the whole plan then has no less KL than the uniform cache, that is the plan.
-    ValueError for candidates that `plans.alike` refuses, of which none is so small, and for a model of latents.
+    The search starts from a uniform cache, one budget and one pair of codecs in all layers: the one with the least KL
+    that fits. Then each budget, key codec and value codec is measured in each layer alone. These changes are assumed to
+    add up, and `divided` chooses. If the resulting plan has no lower KL than the uniform cache, the uniform cache is
+    the plan.
+
+    Args:
+        params: The model.
+        candidates: Caches, as text, whose budgets and codecs are combined.
+        length: Tokens of the text.
+        most: Bytes available.
+
+    Raises:
+        ValueError: `layer_plan.alike` rejects the candidates, none of them fits, one selects or has exact layers, or
+            the model caches latents.
     """
 
     def __init__(self, params: Params, candidates: Sequence[str], length: int, most: int) -> None:
@@ -63,15 +73,15 @@ class Search:
 
     @property
     def steps(self) -> int:
-        """What `run` has to say."""
+        """The number of progress messages of `run`."""
         return len(self.fits) + self.params.config.layers * sum(len(axis) - 1 for axis in self.options) + 1
 
     def config(self, choice: Choice) -> CacheConfig:
-        """The same in all layers."""
+        """Return the uniform cache of a choice."""
         return Plan.uniform(self.texts, self.params.config.layers, *choice).config
 
     def what(self, ids: np.ndarray) -> dict[str, object]:
-        """What measurements of texts i32[n,T] depend on, for `Measured`."""
+        """Return what measurements on texts i32[n,T] depend on, for `Measured`."""
         model = fingerprint(self.params)
         texts = digest([np.asarray(ids, np.int32).tobytes()])
         return {
@@ -83,12 +93,13 @@ class Search:
         }
 
     def run(self, ids: np.ndarray, say: Say, kept: Measured) -> Found:
-        """Arrays and card of the plan, by texts i32[n,T]; what `kept` has is not measured again."""
+        """Search on texts i32[n,T] and return the plan's arrays and card; measurements in `kept` are reused."""
         alone = Alone(self.params, ids, ids.shape[1] - min(ids.shape[1] // 2, AFTER))
         measured: dict[Choice, np.ndarray] = {}
         for choice in self.fits:
             measured[choice] = kept(f"{choice}", partial(alone, self.config(choice)))
             say(self._said(choice))
+        # Measure changes from the best uniform cache, divide the bytes, measure the whole plan.
         base = min(self.fits, key=lambda x: measured[x].mean())
         kl, changes = measured[base], self._changes(alone, base, measured[base], say, kept)
         axes, size, sum_up = self._chosen(changes)
@@ -112,7 +123,11 @@ class Search:
         return dict(zip(layer_plan.AXES, axes, strict=True)), card
 
     def _chosen(self, changes: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int, float]:
-        """Of each axis i[L]: what layers have where changes f64[L,C] add up; the bytes, and the sum of the changes."""
+        """Choose the options of each layer from changes f64[L,C] per axis that are assumed to add up.
+
+        Returns:
+            Per axis i[L], the bytes in total, and the sum of the changes.
+        """
         b, k, v = changes
         costs = (b[:, :, None, None] + k[:, None, :, None] + v[:, None, None, :]).reshape(len(b), -1)
         sizes, rows = self.sizes.reshape(len(costs), -1), np.arange(len(costs))
@@ -122,7 +137,7 @@ class Search:
         return axes, self.fixed + int(sizes[rows, which].sum()), float(costs[rows, which].sum())
 
     def _changes(self, alone: Alone, base: Choice, kl: np.ndarray, say: Say, kept: Measured) -> list[np.ndarray]:
-        """Of each axis f64[L,C]: what the base's KL changes by if a layer has another candidate's."""
+        """Measure the change of the base's KL if one layer has another candidate's option, f64[L,C] per axis."""
         found = []
         for axis, options in enumerate(self.options):
             change = np.zeros((self.params.config.layers, len(options)))
@@ -139,7 +154,7 @@ class Search:
         return found
 
     def _sizes(self) -> tuple[np.ndarray, int]:
-        """f64[L,B,K,V]: bytes of a layer, for each of the options; and what all layers have beside them."""
+        """Compute the bytes f64[L,B,K,V] of a layer for all options, and the bytes that do not depend on them."""
         model, dtype = self.params.config, self.params.embed.dtype
         sizes = np.zeros((model.layers, *map(len, self.options)))
         fixed = 0
@@ -153,7 +168,7 @@ class Search:
         return tuple(options.index(i) for options, i in zip(self.options, choice, strict=True))
 
     def _said(self, choice: Choice) -> str:
-        """A candidate, or the budget of one with the codes of another."""
+        """Describe a choice: a candidate, or the budget of one with the codecs of another."""
         if choice in self.same:
             return self.texts[self.same.index(choice)]
         codes = next(text for text, own in zip(self.texts, self.same, strict=True) if own[1:] == choice[1:])
@@ -164,13 +179,13 @@ class Search:
 
 
 def _parts(config: CacheConfig) -> tuple[object, object, object]:
-    """What a plan chooses of a config: its budget, and the codecs of keys and of values in all tiers."""
+    """Return the three parts that a plan chooses: budget, key codecs and value codecs of all tiers."""
     keys, values = ((config.codec[i], *(tier[i] for tier in map(config.codecs, config.tiers))) for i in range(2))
     return config.budget, keys, values
 
 
 def _alike(parts: Sequence[object]) -> list[int]:
-    """Of each the first that is the same."""
+    """Return for each part the index of the first equal one."""
     return [next(i for i, other in enumerate(parts) if layer_plan.same(part, other)) for part in parts]
 
 
@@ -183,17 +198,22 @@ def _rounded(kl: np.ndarray | float) -> float:
 
 
 def divided(costs: np.ndarray, sizes: np.ndarray, most: float) -> np.ndarray:
-    """Of each row of f64[n,C] one choice, i[n]: together no larger than `most`, and as cheap as steps find it.
+    """Choose one option per row of f64[n,C] with total size at most `most` and low total cost, i[n].
 
-    Every row begins with its smallest choice and climbs the lower convex hull of its costs over sizes, the step that
-    gains most for its size first; a choice that is the same in all rows wins where it is cheaper.
+    Greedy: each row starts with its smallest option and climbs the lower convex hull of costs over sizes, the step with
+    the largest gain per size first. If the best single option for all rows is cheaper, it is returned instead.
+
+    Args:
+        costs: f64[n,C], cost of each option.
+        sizes: f64[n,C], size of each option.
+        most: Total size available.
 
     >>> costs, sizes = np.array([[9.0, 1, 0], [2, 1, 0]]), np.array([[1.0, 2, 4], [1, 2, 4]])
     >>> divided(costs, sizes, 5).tolist(), divided(costs, np.ones((2, 3)), 2).tolist()
     ([1, 1], [2, 2])
     """
     n, rows = len(costs), np.arange(len(costs))
-    which = np.lexsort((costs, sizes))[:, 0]  # of the smallest the cheapest
+    which = np.lexsort((costs, sizes))[:, 0]  # the smallest, ties to the cheapest
     left = most - sizes[rows, which].sum() + 1e-9
     steps = [(gain, row, a, b) for row in range(n) for gain, a, b in _hull(costs[row], sizes[row])]
     for _, row, a, b in sorted(steps, key=lambda step: -step[0]):
@@ -208,7 +228,7 @@ def divided(costs: np.ndarray, sizes: np.ndarray, most: float) -> np.ndarray:
 
 
 def _hull(costs: np.ndarray, sizes: np.ndarray) -> Iterator[tuple[float, int, int]]:
-    """Steps of the lower convex hull from the smallest choice: what a unit of size gains, from where, and to where."""
+    """Yield the steps of the lower convex hull from the smallest option: (gain per size, from, to)."""
     at = int(np.lexsort((costs, sizes))[0])
     while True:
         gains = [

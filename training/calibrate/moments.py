@@ -1,6 +1,6 @@
-"""Moments of keys, values and queries: what calibrated codecs are made of, by forward passes alone.
+"""Calibration of moments of keys, values and queries, for calibrated codecs, by forward passes alone.
 
-All texts go through the model layer by layer, and of a layer its sums and percentiles are kept.
+All texts go through the model layer by layer; only sums and percentiles are kept of each layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from jkv.models import Params, family
 from jkv.training.calibrate.heads import Found, Say, layers
 from jkv.training.data import corpora
 
-SOURCES = ("pydoc", "stdlib")  # their training sides
+SOURCES = ("pydoc", "stdlib")  # corpora, of which the training sides are used
 TAILS = (0.5, 99.5)  # percentiles of a channel
 
 
 def moments(params: Params, texts: int, length: int, seed: int, say: Say) -> Found:
-    """The arrays of `Moments`, of texts of prose and code; ValueError for what is no text of the model."""
+    """Calibrate the arrays of `Moments` on texts of prose and code.
+
+    Raises ValueError if the model has layers without attention or caches latents, or for an invalid number or length of
+    texts.
+    """
     if params.config.layers != params.config.depth:
         raise ValueError("calibrate moments: some blocks of this model do not attend, and their states have no keys")
     if params.config.latent:
@@ -39,7 +43,10 @@ def moments(params: Params, texts: int, length: int, seed: int, say: Say) -> Fou
 
 
 def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.ndarray]:
-    """The same of texts i32[N,T] at pos i32[N,T]. ValueError for a model that gives NaN or infinity."""
+    """Compute the arrays of `Moments` from texts i32[N,T] at pos i32[N,T].
+
+    Raises ValueError if the model gives NaN or infinity.
+    """
     rows = [(family(params.config).embed(params, ids[i : i + 1]), pos[i : i + 1]) for i in range(len(ids))]
     live = np.asarray(pos).ravel() >= 0
     found: list[dict[str, np.ndarray]] = []
@@ -61,7 +68,7 @@ def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.n
 
 @partial(jax.jit, static_argnames=("kind",))
 def _through(one: Params, x: Array, pos: Array, kind: int) -> tuple[Array, tuple[Array, Array]]:
-    """x after a layer; of `SIDES` f32[3,H,T,D], and the largest |q| of rotated queries of every kv head, f32[H,D]."""
+    """Run a layer; also return `SIDES` f32[3,H,T,D], and the largest |q| of rotated queries per kv head, f32[H,D]."""
     c = one.config
 
     def attend(i: int, a: Any) -> tuple[Array, tuple[Array, Array]]:
@@ -75,17 +82,17 @@ def _through(one: Params, x: Array, pos: Array, kind: int) -> tuple[Array, tuple
 
 
 def wide(name: str) -> bool:
-    """Whether an array is written in float32."""
+    """Return whether an array is written in float32."""
     return name.startswith((*SIDES, "queries")) and not name.endswith(SMALL)
 
 
 def _of(x: np.ndarray) -> dict[str, np.ndarray]:
-    """Of tokens f32[n,3,H,D] of a layer."""
+    """Compute a layer's moments from tokens f32[n,3,H,D]."""
     mean, deviation = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
     low, high = np.percentile(x, TAILS, axis=0)
     unit = (x - mean) / np.where(deviation > 0, deviation, 1)
     unit = np.moveaxis(unit.reshape(*unit.shape[:2], -1), 0, 1)
-    alike = unit.swapaxes(1, 2) @ unit / len(x)  # of all heads
+    alike = unit.swapaxes(1, 2) @ unit / len(x)  # correlations across all heads
     each = dict(mean=mean, deviation=deviation, low=low, high=high, least=x.min(0), most=x.max(0), alike=packed(alike))
     return {f"{side}_{name}": y[i].astype(np.float32) for name, y in each.items() for i, side in enumerate(SIDES)}
 

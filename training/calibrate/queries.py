@@ -1,6 +1,6 @@
-"""What queries are like, head by head: what some scores and codecs are made of, by forward passes alone.
+"""Calibration of query statistics per head, for scores and codecs, by forward passes alone.
 
-All texts go through the model layer by layer, and of a layer its sums and directions are kept.
+All texts go through the model layer by layer; only sums and directions are kept of each layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from jkv.training.data import corpora
 
 
 def queries(params: Params, texts: int, length: int, seed: int, say: Say) -> Found:
-    """The arrays of `Typical`, of texts of prose and code; ValueError for what is no text of the model."""
+    """Calibrate the arrays of `Typical` on texts of prose and code.
+
+    Raises ValueError if the model has layers without attention, or for an invalid number or length of texts.
+    """
     if params.config.layers != params.config.depth:
         raise ValueError("calibrate queries: some blocks of this model do not attend, and ask nothing")
     batch = corpora.texts(params, SOURCES, length, texts, seed)
@@ -35,8 +38,18 @@ def queries(params: Params, texts: int, length: int, seed: int, say: Say) -> Fou
 def measured(
     params: Params, ids: Array, pos: Array, say: Say, of: Callable[..., dict[str, np.ndarray]] | None = None
 ) -> dict[str, np.ndarray]:
-    """The same, or what `of` makes as `_of` does, of texts i32[N,T] at pos i32[N,T]. ValueError for a model that gives
-    NaN or infinity."""
+    """Compute statistics of queries and keys, layer by layer, from texts i32[N,T] at pos i32[N,T].
+
+    Args:
+        params: The model.
+        ids: i32[N,T], token ids.
+        pos: i32[N,T], positions, -1 for padding.
+        say: Progress callback.
+        of: of(plain, turned, keys, pairs) computes a layer's statistics; None for the arrays of `Typical`.
+
+    Raises:
+        ValueError: The model gives NaN or infinity.
+    """
     rows = [(family(params.config).embed(params, ids[i : i + 1]), pos[i : i + 1]) for i in range(len(ids))]
     live = np.asarray(pos).ravel() >= 0
     found: list[dict[str, np.ndarray]] = []
@@ -57,7 +70,7 @@ def measured(
 
 @partial(jax.jit, static_argnames=("kind",))
 def _through(one: Params, x: Array, pos: Array, kind: int) -> tuple[Array, tuple[Array, Array, Array]]:
-    """x after a layer; queries f32[H,G,T,D] before and after their rotation, and rotated keys f32[H,T,D]."""
+    """Run a layer; also return queries f32[H,G,T,D] before and after rotation, and rotated keys f32[H,T,D]."""
     c = one.config
 
     def attend(i: int, a: Any) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -71,7 +84,7 @@ def _through(one: Params, x: Array, pos: Array, kind: int) -> tuple[Array, tuple
 
 
 def _of(plain: np.ndarray, turned: np.ndarray, keys: np.ndarray, pairs: int) -> dict[str, np.ndarray]:
-    """Of queries f32[H,G,n,D] before and after their rotation, and rotated keys f32[H,n,D], of a layer."""
+    """Compute a layer's statistics from queries f32[H,G,n,D] before and after rotation, and rotated keys f32[H,n,D]."""
     length = np.sqrt(plain[..., :pairs] ** 2 + plain[..., pairs : 2 * pairs] ** 2).mean(2)
     moment = np.einsum("hgnd,hgne->hgde", turned, turned, dtype=np.float64) / turned.shape[2]
     first = np.linalg.eigh(moment)[1][..., -1]

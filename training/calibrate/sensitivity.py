@@ -1,7 +1,7 @@
-"""How much depends on each key and value, of which codecs are made: what attention pays, and the loss's gradients.
+"""Calibration of the loss's sensitivity to keys and values: attention received, and gradients of the loss.
 
-All texts go through the model layer by layer; two of them go back. A token weighs as much in means as the attention
-that it is paid: what is read most is to be kept best.
+All texts go through the model layer by layer, and two of them backward. Means weigh each token by the attention that it
+receives, because tokens that are read most should be kept best.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from jkv.training.calibrate.heads import Found, Say, layers, paid
 from jkv.training.calibrate.moments import SOURCES
 from jkv.training.data import corpora
 
-SLICE = 128  # tokens whose logits exist at once
+SLICE = 128  # tokens whose logits exist at a time
 TAILS = (0.5, 99.5)  # percentiles of a channel
-BACK = 2  # texts whose gradients are taken
-FIRST = 4  # tokens of a text that means leave out: attention rests on them whatever they say
+BACK = 2  # texts with a backward pass
+FIRST = 4  # first tokens of a text, left out of means: they are attention sinks
 
 
 def sensitivity(params: Params, texts: int, length: int, seed: int, say: Say) -> Found:
-    """The arrays of `Sensitivity`, of texts of prose and code; ValueError for what is no text of the model."""
+    """Calibrate the arrays of `Sensitivity` on texts of prose and code.
+
+    Raises ValueError if the model has layers without attention or caches latents, or for an invalid number or length of
+    texts.
+    """
     if params.config.layers != params.config.depth:
         raise ValueError(
             "calibrate sensitivity: some blocks of this model do not attend, and their states have no keys"
@@ -42,7 +46,10 @@ def sensitivity(params: Params, texts: int, length: int, seed: int, say: Say) ->
 
 
 def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.ndarray]:
-    """The same of texts i32[N,T] at pos i32[N,T]. ValueError for a model that gives NaN or infinity."""
+    """Compute the arrays of `Sensitivity` from texts i32[N,T] at pos i32[N,T].
+
+    Raises ValueError if the model gives NaN or infinity.
+    """
     xs = [family(params.config).embed(params, jnp.maximum(ids[i : i + 1], 0)) for i in range(len(ids))]
     found: list[dict[str, np.ndarray]] = []
     for _, one, kind in layers(params):
@@ -60,14 +67,14 @@ def measured(params: Params, ids: Array, pos: Array, say: Say) -> dict[str, np.n
 
 
 def _live(seen: Attended, pos: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a text's n tokens `SIDES` f32[n,2,H,D], and what all heads pay to them f64[n]."""
+    """Return `SIDES` f32[n,2,H,D] of a text's n tokens, and the attention f64[n] they receive from all heads."""
     live = pos >= 0
     sides = np.stack([np.asarray(getattr(seen, side)) for side in SIDES])[:, :, live]
     return np.moveaxis(sides, 2, 0), np.asarray(seen.paid, np.float64)[:, live].sum(0) * (pos[live] >= FIRST)
 
 
 def _of(x: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Of tokens f32[n,2,H,D] of a layer, whose means weigh each by f64[n]."""
+    """Compute a layer's moments from tokens f32[n,2,H,D], weighted by f64[n]."""
     weights = weights / weights.sum() if weights.any() else np.full(len(x), 1 / len(x))
     mean = np.tensordot(weights, x, 1)
     deviation = np.sqrt(np.tensordot(weights, np.square(x - mean), 1))
@@ -80,7 +87,7 @@ def _of(x: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _tables(params: Params, ids: Array, pos: Array, made: dict[str, np.ndarray], say: Say) -> dict[str, np.ndarray]:
-    """The levels of every number of bits, f32[L,2**bits]."""
+    """Compute the quantization levels f32[L,2**bits] for each number of bits."""
     found, aside = [], NonUniform().aside(params.config.head_dim)
     for i in range(0, len(ids), -(-len(ids) // BACK)):
         ends = made["plain_low"], made["plain_high"]
@@ -95,20 +102,27 @@ def _tables(params: Params, ids: Array, pos: Array, made: dict[str, np.ndarray],
 
 
 def wide(name: str) -> bool:
-    """Whether an array is written in float32."""
+    """Return whether an array is written in float32."""
     return not name.endswith(SMALL)
 
 
 def spreads(params: Params, ids: Array, pos: Array, low: np.ndarray, high: np.ndarray, aside: int) -> np.ndarray:
-    """f64[L,2,BINS]: squared gradients of the loss of a text i32[1,T] at un-rotated keys and at values.
+    """Compute histograms f64[L,2,BINS] of squared loss gradients at un-rotated keys and at values.
 
-    Each lies in the bin of its number, relative to the ends of its channel (keys: low, high f[L,H,D]) or of its token
-    (values: the next after `aside` numbers at either end of a head's D).
+    The loss is that of one text i32[1,T]. Each gradient falls in the bin of its number, relative to a range: of its
+    channel for keys, and of its token for values.
+
+    Args:
+        low: f[L,H,D], lower ends of key channels.
+        high: f[L,H,D], upper ends of key channels.
+        aside: Numbers at either end of a token's D values that its range leaves out.
     """
     parts, live = [*layers(params)], np.asarray(pos)[0] >= 0
+    # Forward, keeping each layer's input.
     xs = [family(params.config).embed(params, jnp.maximum(ids, 0))]
     for _, one, kind in parts:
         xs.append(through(one, xs[-1], pos, kind)[0])
+    # Backward, layer by layer.
     back = _head(params, xs.pop(), ids, pos)
     found = np.zeros((len(parts), 2, BINS))
     for (i, one, kind), x in zip(reversed(parts), reversed(xs), strict=True):
@@ -124,9 +138,12 @@ def spreads(params: Params, ids: Array, pos: Array, low: np.ndarray, high: np.nd
 
 @value
 class Attended:
-    """What one text has in a layer: un-rotated keys and values f32[H,T,D].
+    """A layer's keys and values of one text.
 
-    paid f32[H,T]: the attention that a token gets, of all queries of a kv head together.
+    Attributes:
+        plain: f32[H,T,D], un-rotated keys.
+        values: f32[H,T,D].
+        paid: f32[H,T], the attention that each token receives, summed over all queries of a kv head.
     """
 
     plain: Array
@@ -136,7 +153,11 @@ class Attended:
 
 @partial(jax.jit, static_argnames=("kind",))
 def through(one: Params, x: Array, pos: Array, kind: int, more: Array | None = None) -> tuple[Array, Attended]:
-    """x f[1,T,E] after a layer whose un-rotated keys and values have `more` f[2,1,H,T,D] added; and what it attends."""
+    """Run a layer on x f[1,T,E]; also return its keys, values and attention.
+
+    Args:
+        more: f[2,1,H,T,D], added to the un-rotated keys and the values, or None.
+    """
     c = one.config
 
     def attend(i: int, a: Projected) -> tuple[Array, Attended]:
@@ -156,7 +177,11 @@ def through(one: Params, x: Array, pos: Array, kind: int, more: Array | None = N
 
 @partial(jax.jit, static_argnames=("kind",))
 def _back(one: Params, x: Array, pos: Array, kind: int, back: Array) -> tuple[Array, ...]:
-    """Of the gradient `back` behind a layer: that in front of it, keys and values, and the gradients at both."""
+    """Backpropagate the gradient `back` through a layer.
+
+    Returns:
+        The gradient at its input, keys, values, and the gradients at both.
+    """
     c = one.config
     none = jnp.zeros((2, 1, c.heads, x.shape[1], c.head_dim))
     _, pull, seen = jax.vjp(lambda x, more: through(one, x, pos, kind, more), x, none, has_aux=True)
@@ -166,13 +191,13 @@ def _back(one: Params, x: Array, pos: Array, kind: int, back: Array) -> tuple[Ar
 
 @jax.jit
 def _loss(params: Params, x: Array, told: Array) -> Array:
-    """The negative log-likelihoods of tokens i32[1,n] together, -1 for none."""
+    """Sum the negative log-likelihoods of tokens i32[1,n], -1 for none."""
     logits = jax.nn.log_softmax(family(params.config).head(params, x).astype(jnp.float32))
     return -jnp.where(told >= 0, jnp.take_along_axis(logits, jnp.maximum(told, 0)[..., None], -1)[..., 0], 0).sum()
 
 
 def _head(params: Params, x: Array, ids: Array, pos: Array) -> Array:
-    """The gradient of the loss of the next tokens at x f[1,T,E]."""
+    """Compute the gradient of the next-token loss at x f[1,T,E], slice by slice."""
     told = jnp.pad(jnp.where((pos >= 0)[:, 1:], ids[:, 1:], -1), ((0, 0), (0, 1)), constant_values=-1)
     cuts = range(SLICE, x.shape[1], SLICE)
     pairs = zip(jnp.split(x, [*cuts], 1), jnp.split(told, [*cuts], 1), strict=True)

@@ -1,1 +1,1 @@
-"""Training data: corpora, synthetic requests and look-ups."""
+"""Training texts: corpora, synthetic look-ups and synthetic requests."""

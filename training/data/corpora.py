@@ -1,4 +1,4 @@
-"""Texts to train on: windows of the training side of a corpus, questions about synthetic contexts, requests."""
+"""Training texts: windows of a corpus's training side, synthetic questions, look-ups and requests."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ from jkv.training.data import lookups, requests
 from jkv.training.losses import Batch
 
 TASKS = "tasks"  # the name of the synthetic questions
-LOOKUPS = "lookups"  # and of facts told in a text, with questions about them
-ASKS = "asks"  # and of requests without answers
-HAYS = {"pydoc": False, "stdlib": True}  # what those are told in, and whether it is code
+LOOKUPS = "lookups"  # name of facts in a text, with questions about them
+ASKS = "asks"  # name of requests without answers
+HAYS = {"pydoc": False, "stdlib": True}  # corpora that look-ups are told in, and whether they are code
 TURNS = 3  # questions about one text
-# RULER's tasks without prose: its prose is all of pydoc, of which a part is held back.
+# RULER's tasks without prose: its prose is all of pydoc, a part of which is held back.
 ASKED = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe", "qa_1", "qa_2")
-RUN = 64  # tokens that texts have in common by no chance
-MOST = 0.25  # of what is held back, that may be such: sources of Python have tables and licences in common
-SEEDS = 1 << 40  # those of training begin here; evaluations take small ones
+RUN = 64  # length of a run of tokens that is not shared by chance
+MOST = 0.25  # allowed share of such runs in held-back texts: Python sources share tables and licences
+SEEDS = 1 << 40  # first seed of training; evaluations use small seeds
 
 
 def texts(params: Params, names: Sequence[str], length: int, samples: int, seed: int) -> Batch:
-    """`samples` texts of at most `length` tokens, as even a share as can be from each of the names.
+    """Load `samples` texts of at most `length` tokens, divided evenly among the sources.
 
-    A name is a corpus of `corpora` (its training side; a text file: all paragraphs of that side), "tasks", "lookups" or
-    "asks".
-    Raises ValueError for a model without a tokenizer, and for a corpus that is too short.
+    Args:
+        params: The model.
+        names: Sources: a corpus of `corpora` (its training side; of a text file, all paragraphs of that side), "tasks",
+            "lookups" or "asks".
+        length: Most tokens per text.
+        samples: Number of texts.
+        seed: Random seed.
+
+    Raises:
+        ValueError: The model has no tokenizer, a corpus is too short, or a number is out of range.
     """
     if length < 2 or samples < len(names) or not names or seed < 0:
         raise ValueError(
@@ -58,9 +65,9 @@ def texts(params: Params, names: Sequence[str], length: int, samples: int, seed:
 
 
 def held_back(params: Params, name: str, length: int, samples: int, seed: int) -> tuple[np.ndarray, str]:
-    """Token ids i32[samples, length] of the test side of a corpus (pydoc's for what is synthetic), and its name.
+    """Load held-back token ids i32[samples, length] from the test side of a corpus, and the source's name.
 
-    Raises ValueError if it is too short.
+    Synthetic sources use pydoc's test side. Raises ValueError if that side is too short.
     """
     source = f"{'pydoc' if name in SYNTHETIC else name}:test"
     try:
@@ -70,7 +77,7 @@ def held_back(params: Params, name: str, length: int, samples: int, seed: int) -
 
 
 def in_common(made: Batch, held: np.ndarray) -> float:
-    """The share of the runs of RUN tokens of what is held back i32[n,T] that texts to train on have too.
+    """Return the share of the runs of RUN tokens in held-back texts i32[n,T] that also occur in training texts.
 
     >>> text = np.arange(96)
     >>> round(in_common(Batch(ids=jnp.asarray(text[None, :80]), pos=None), text[None]), 2)
@@ -82,16 +89,16 @@ def in_common(made: Batch, held: np.ndarray) -> float:
 
 
 def _running(row: np.ndarray) -> np.ndarray:
-    """i32[n,RUN]: every run of RUN tokens of a row, without its padding."""
+    """Return i32[n,RUN], all runs of RUN tokens of a row without padding."""
     row = row[row >= 0]
     return np.lib.stride_tricks.sliding_window_view(row, RUN) if row.size >= RUN else np.zeros((0, RUN), np.int32)
 
 
 def _windows(params: Params, length: int, samples: int, seed: int, name: str) -> np.ndarray:
-    """Windows of the training side, from as many runs of it, drawn at random, as they need.
+    """Cut windows from enough random runs of the training side.
 
-    A run is neighbours of some 2 * length tokens or more, in their order: a long document, or short ones, such as the
-    paragraphs of a file.
+    A run is at least about 2 * length tokens of neighbouring documents, in order: a long document, or several short
+    ones such as the paragraphs of a file.
     """
     runs = _runs(corpora.documents(f"{name}:train"), 8 * length)
     stream: list[int] = []
@@ -106,7 +113,7 @@ def _windows(params: Params, length: int, samples: int, seed: int, name: str) ->
 
 
 def _runs(documents: Sequence[str], size: int) -> list[str]:
-    """Neighbours together, until each is of `size` characters or more; the last may be of less.
+    """Join neighbouring documents to runs of at least `size` characters; the last one may be shorter.
 
     >>> _runs(["ab", "cd", "efghi", "j"], 4)
     ['ab\\n\\ncd', 'efghi', 'j']
@@ -120,7 +127,7 @@ def _runs(documents: Sequence[str], size: int) -> list[str]:
 
 
 def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
-    """Questions about long contexts with their answers, as the model's chat template puts them."""
+    """Yield questions about long contexts with their answers, rendered by the model's chat template."""
     counted, room = count(params), length - 64
     for i in range(samples):
         name = ASKED[i % len(ASKED)]
@@ -129,13 +136,14 @@ def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[lis
 
 
 def _looked_up(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
-    """Facts told in prose and code of the training sides, and up to TURNS questions with their answers, as a chat."""
+    """Yield facts told in prose and code of the training sides, with up to TURNS questions and answers, as a chat."""
     runs = {name: _runs(corpora.documents(f"{name}:train"), 4 * length) for name in HAYS}
     for i in range(samples):
         rng, name = np.random.default_rng((SEEDS, seed, i)), list(HAYS)[i % len(HAYS)]
         run = runs[name][int(rng.integers(len(runs[name])))]
         pieces = run.split("\n") if HAYS[name] else [part.strip() for part in corpora.sentences(run)]
         first, again = int(rng.integers(max(len(pieces) // 2, 1))), int(rng.integers(1 << 62))
+        # Shrink the text around the facts until the chat fits.
         left = len(pieces) - first
         while True:
             drawn = np.random.default_rng(again)
@@ -149,7 +157,7 @@ def _looked_up(params: Params, length: int, samples: int, seed: int) -> Iterator
 
 
 def _conversation(params: Params, context: str, facts: Sequence[lookups.Fact]) -> str:
-    """A text, then questions about facts in it, each with its answer."""
+    """Render a text followed by questions about its facts, each with its answer."""
     said = [(fact.asked, f"{fact.opening} {fact.answer}") for fact in facts]
     if params.tokenizer.template is None:
         return context + "".join(f"\n\n{question}\n{answer}" for question, answer in said)
@@ -162,7 +170,7 @@ def _conversation(params: Params, context: str, facts: Sequence[lookups.Fact]) -
 
 
 def _requested(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
-    """Requests, as the model's chat template puts them."""
+    """Yield requests, rendered by the model's chat template."""
     for i in range(samples):
         content = requests.request(np.random.default_rng((SEEDS, seed, i)))
         chat = params.tokenizer.template is not None
@@ -174,9 +182,9 @@ SYNTHETIC: dict[str, Any] = {TASKS: _asked, LOOKUPS: _looked_up, ASKS: _requeste
 
 
 class Order:
-    """Which texts each step takes: every text once in a random order, then again in another one.
+    """The texts of each step: every text once in random order, then again in another order.
 
-    A step's texts follow from (seed, step) alone, so a training that goes on takes what it would have taken.
+    The texts of a step depend on (seed, step) only, so that a resumed run continues the same sequence.
 
     >>> order = Order(texts=3, rows=2, seed=0)
     >>> sorted([*order(0), *order(1)[:1]])
@@ -195,4 +203,5 @@ class Order:
 
 
 def rows(batch: Batch, index: Sequence[int]) -> Batch:
+    """Return the rows of a batch at `index`."""
     return jax.tree.map(lambda x: x[np.asarray(index)], batch)

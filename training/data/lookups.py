@@ -1,7 +1,7 @@
-"""Synthetic look-ups to train on: facts told somewhere in a text, or in a list of their like, and a question about one.
+"""Synthetic look-ups: facts told in a text or in a list of similar facts, and questions about them.
 
-Wording and values are this module's own: no sentence here is one of `jkv.eval`'s tasks, so that what is measured there
-says whether a gate has learned to find, and not what a needle looks like.
+Wording and values differ from all tasks of `jkv.eval`, so that evaluation measures whether a gate has learned to find
+facts, not how a needle is worded.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ import numpy as np
 from jkv.eval.tasks.words import ADJECTIVES, FIRST_NAMES, NOUNS, ROLES, hexes, numbers
 
 MONTHS = "January February March April May June July August September October November December".split()
-MOST = 8  # facts in a text that is no list
+MOST = 8  # most facts in a text that is no list
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a text tells, a question about it, how the answer begins, and the answer."""
+    """A fact with a question about it.
+
+    Attributes:
+        told: Sentence or line that tells it.
+        asked: The question.
+        opening: Start of the answer.
+        answer: The answer.
+    """
 
     told: str
     asked: str
@@ -100,9 +107,14 @@ LINES: tuple[Kind, ...] = (_setting, _entry, _contact, _event)
 
 
 def told(rng: np.random.Generator, pieces: Sequence[str], code: bool) -> tuple[str, list[Fact]]:
-    """The pieces of a text with 1 to MOST facts between them, in a line each if it is code, and these facts.
+    """Insert 1 to MOST facts between the pieces of a text, and return the text and the facts.
 
-    Every fourth time there is nothing but facts: as many as there are pieces, all of one kind.
+    One in four texts is a list: as many facts as there are pieces, all of one kind, and nothing else.
+
+    Args:
+        rng: Random generator.
+        pieces: Sentences of prose or lines of code.
+        code: Whether the pieces are lines of code.
     """
     kinds = LINES if code else SENTENCES
     if not int(rng.integers(4)):
@@ -117,7 +129,7 @@ def told(rng: np.random.Generator, pieces: Sequence[str], code: bool) -> tuple[s
 
 
 def _distinct(rng: np.random.Generator, kinds: Sequence[Kind], n: int) -> list[Fact]:
-    """At most `n` facts of which no two answer the same question."""
+    """Draw at most `n` facts, no two with the same question."""
     made = (_drawn(rng, kinds) for _ in range(n))
     return list({fact.asked: fact for fact in made}.values())
 
@@ -127,7 +139,7 @@ def _drawn(rng: np.random.Generator, kinds: Sequence[Kind]) -> Fact:
 
 
 def every(rng: np.random.Generator, n: int) -> Iterator[Fact]:
-    """`n` facts of each kind: what a test compares with the tasks that are measured."""
+    """Yield `n` facts of each kind, for tests that compare them with the evaluation tasks."""
     for kind in (*SENTENCES, *LINES):
         for _ in range(n):
             yield kind(rng)

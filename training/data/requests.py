@@ -1,4 +1,4 @@
-"""Requests without answers, as users put them to a chat: what a model says to them is a text of its own."""
+"""Synthetic chat requests without answers, which a model continues itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from a list; converts Celsius to Fahrenheit; finds the shortest path in a grid; 
 
 
 def request(rng: np.random.Generator) -> str:
-    """A request that is drawn.
+    """Draw a request.
 
     >>> request(np.random.default_rng(0)) == request(np.random.default_rng(0))
     True

@@ -1,4 +1,7 @@
-"""Training a model to say what another one says next: loss = KL(p || q), p the model's distribution and q its own."""
+"""KL distillation of a student model.
+
+loss = KL(p || q), p the teacher's next-token distribution, q the student's.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from jkv.training.soft_cache_model import hidden
 from jkv.training.trainer import Recipe as Steps
 from jkv.training.trainer import Told, Training, lesson
 
-RISE = 100  # steps until the largest rate
+RISE = 100  # warm-up steps
 
 
 class Rising(Steps):
-    """A training whose rate rises, then falls in a cosine."""
+    """Recipe with a learning rate that rises, then falls in a cosine."""
 
     def tune(self) -> Any:
         return adamw(cosine(self.rate, RISE, self.steps), self.clip)
 
 
 class Recipe(Rising):
-    """How a student is trained; top: of more tokens than there are, all."""
+    """Recipe of a student. `top` is limited to the vocabulary."""
 
     def lesson(self, params: Params, batch: Batch) -> Teacher:
         return lesson(params, batch, min(self.top, params.config.vocab))
@@ -38,13 +41,17 @@ class Recipe(Rising):
 
 
 def whole(bare: Params, score: Any) -> Params:
-    """The student: what is trained in place of what it has."""
+    """Return the student with its trained parts put in."""
     return replace(bare, **{**score, "layers": tuple(score["layers"])})
 
 
 @dataclass(kw_only=True)
 class Distilling(Training):
-    """The training of a student, whose `params` have what is not trained; model: its teacher."""
+    """Training run of a student. `params` has its untrained parts.
+
+    Attributes:
+        model: The teacher.
+    """
 
     model: Params
 

@@ -1,13 +1,13 @@
-"""Layer-wise training without a gradient through the model; also the warm start of trainings that have one.
+"""Layer-wise training without a gradient through the model, alone or as a warm start.
 
-What the bias of a method takes from attention can be seen in its own layer. A query t pays a key i the attention p;
-with the bias b on its logit, what is left of its attention is
+A method's bias changes the attention of its own layer. With p_ti the attention of query t to key i and b_ti the bias on
+that logit, the attention left is
 
     m_t = sum_i p_ti exp(b_ti)
 
-and KL(p' || p) = -log m_t, where p' is attention over a subset of the keys (b 0 or -inf). So a layer's loss is the mean
-of -log m_t over sampled queries, plus what the method counts of the layer: what is over capacity, or marked too little.
-This is ours, not the papers'; it makes gates from forward passes alone.
+and KL(p' || p) = -log m_t if p' is attention over a subset of the keys (b is 0 or -inf). A layer's loss is the mean of
+-log m_t over sampled queries, plus the method's penalty on the layer, for tokens over capacity or too few evictions.
+This is ours, not the papers'; it trains gates from forward passes alone.
 """
 
 from __future__ import annotations
@@ -32,39 +32,43 @@ from jkv.training.losses import Batch, Teacher, distil
 from jkv.training.optimizer import adamw, advance, cosine
 from jkv.training.soft_cache_model import Bias, hidden
 
-QUERIES = 64  # sampled for a step
+QUERIES = 64  # queries sampled per step
 
 
 @part
 class Recipe(trainer.Recipe):
-    """How a bias on attention is trained: `warm` steps of each layer alone, at most at the rate `early`, before those
-    of the whole model."""
+    """Recipe of a method that biases attention, with a warm start of each layer alone.
+
+    Attributes:
+        warm: Steps per layer before those of the whole model.
+        early: Peak learning rate of the warm start.
+    """
 
     warm: int = 500
     early: float = 3e-3
 
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
-        """What is added to the model's logits, and the memos of which `counted` is made; key: for what is drawn."""
-        raise NotImplementedError  # its own in every one
+        """Return the bias on attention logits, whose memos `counted` reads; `key` is for random draws."""
+        raise NotImplementedError
 
     def counted(self, memos: tuple[Any, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
-        """What is kept too much by the layers that these memos are of, and numbers to be told with it."""
-        raise NotImplementedError  # its own in every one
+        """Compute the penalty on what the layers of these memos keep, and metrics by name."""
+        raise NotImplementedError
 
     def alone(self, memo: Any, batch: Batch) -> Array:
-        """What a layer that is trained alone is charged for what it keeps."""
+        """Compute the penalty on what a layer keeps while it is trained alone."""
         return self.weight * self.counted((memo,), batch, 0)[0]
 
     def told(self, kl: Array, ce: Array) -> Array:
-        """What the loss makes of the KL to the teacher and the next token's cross-entropy."""
-        raise NotImplementedError  # its own in every one
+        """Combine the KL to the teacher and the next token's cross-entropy to a loss."""
+        raise NotImplementedError
 
     def judged(self, batch: Batch) -> Array | None:
-        """bool[B,T]: the places that are learned from, or None: all."""
+        """Return bool[B,T], the positions that the loss covers, or None for all."""
         return None
 
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> trainer.Told:
-        """What is made of both + weight * what is kept too much; its parts, and the numbers told with them."""
+        """Compute `told` of KL and cross-entropy plus `weight` times the penalty, and the metrics."""
         x, memos = hidden(params, batch, self.bias(score, batch, key))
         kl, ce = distil(params, x, batch, teacher, self.judged(batch))
         over, numbers = self.counted(memos, batch, step)
@@ -86,8 +90,15 @@ class Recipe(trainer.Recipe):
 
 @value
 class Layer:
-    """What a layer's gate is trained on, of N texts: x f[N,T,E]; q f[N,H,G,T,D], k f[N,H,T,D] rotated, v like k; size
-    i32[N]."""
+    """Training data of one layer's gate, from N texts.
+
+    Attributes:
+        x: f[N,T,E], normed inputs.
+        q: f[N,H,G,T,D], rotated queries.
+        k: f[N,H,T,D], rotated keys.
+        v: f[N,H,T,D], values.
+        size: i32[N], tokens per text.
+    """
 
     x: Array
     q: Array
@@ -99,9 +110,16 @@ class Layer:
 def layer_loss(
     score: Any, data: Layer, at: Array, recipe: Recipe, key: Array, scale: float, window: int | None
 ) -> Array:
-    """-log of the attention that is left, a mean over queries at i32[n], and what is counted of the layer.
+    """Compute a layer's loss on one text: the mean of -log of the attention left, plus the layer's penalty.
 
-    One text, without the texts' axis; a layer's own gate, without the layers' axis.
+    Args:
+        score: The score with the layer's gate, without the layer axis.
+        data: The layer's data of one text, without the text axis.
+        at: i32[n], positions of the queries.
+        recipe: The recipe.
+        key: Key for random draws.
+        scale: Attention scale.
+        window: Sliding window of the layer, or None.
     """
     t = jnp.arange(data.x.shape[0])
     pos = jnp.where(t < data.size, t, -1)[None]
@@ -111,6 +129,7 @@ def layer_loss(
     age = at[:, None] - t[None]
     see = (age >= 0) if window is None else (age >= 0) & (age < window)
     logits = jnp.einsum("hgnd,htd->hgnt", q, data.k, preferred_element_type=jnp.float32) * scale
+    # The unbiased attention, and the part of it left under the bias.
     log_p = jax.nn.log_softmax(jnp.where(see[None, None], logits, -1e30), -1)
     projected = Projected(x=data.x[None], q=q[None], k=data.k[None], v=data.v[None])
     added, memo = recipe.bias(own, batch, key)(0, projected, jnp.where(see, age, -1)[None])
@@ -120,9 +139,11 @@ def layer_loss(
 
 @partial(jax.jit, static_argnames=("kind",))
 def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Layer]:
-    """One text's x f[1,T,E] after the only layer in `params`, and what that layer's gate is trained on.
+    """Run the only layer in `params` on one text's x f[1,T,E]; also return the layer's training data.
 
-    kind: a layer of the model with the same rope and window; pos i32[1,T]: 0, 1, ..., and -1 after its end.
+    Args:
+        pos: i32[1,T], 0, 1, ..., and -1 after the end of the text.
+        kind: A layer of the model with the same rope and window.
     """
     c = params.config
 
@@ -139,7 +160,11 @@ def through(params: Params, x: Array, pos: Array, kind: int) -> tuple[Array, Lay
 def fit(
     score: Any, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
 ) -> tuple[Any, Array]:
-    """A layer's score after `recipe.warm` steps of Adam, each on some queries of one text, and their losses."""
+    """Train a layer's gate for `recipe.warm` steps of Adam, each on sampled queries of one text.
+
+    Returns:
+        The score with the trained gate, and the loss of each step.
+    """
     tune = adamw(cosine(recipe.early, recipe.warm // 20 + 1, recipe.warm))
     n, t = data.x.shape[:2]
 
@@ -159,10 +184,17 @@ def fit(
 def each_layer(
     params: Params, texts: Batch, gate: Any, train: Callable[..., tuple[Any, Array]], seed: int, done: int
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """Weights [L,...] and losses after each layer from `done` on, by train(i, a layer's own weights, its data, key).
+    """Train each layer's gate from layer `done` on, and yield the weights [L,...] and the layer's losses.
 
-    Texts, each a row of its own, go through the model once, all of them through a layer before the next: what is in
-    memory is a layer's.
+    All texts go through a layer before the next one, so that only one layer's data is in memory.
+
+    Args:
+        params: The model.
+        texts: The texts, one per row.
+        gate: Weights [L,...].
+        train: train(i, layer's weights, data, key) returns the trained weights and the losses.
+        seed: Random seed.
+        done: First layer to train.
     """
     c = params.config
     kinds = list(zip(c.ropes, c.windows, strict=True))

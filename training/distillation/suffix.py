@@ -1,8 +1,8 @@
-"""Suffix distillation: a prefix is read dense and compressed once, as a cache does it, and what follows judges it.
+"""Suffix distillation: compress a dense prefix once, as a cache does, and train on the tokens that follow.
 
-The last tokens of a text attend to the prefix with a bias on its keys that stands for what the cache holds, and to each
-other. So a gradient goes through these tokens alone, and the loss is what deployment pays. The prefix is the same in
-every step that takes a text, and is remembered.
+The last tokens of a text attend to each other and to the prefix, whose keys get a bias that represents what the cache
+holds. The gradient goes through these tokens only, and the loss is the loss of deployment. The prefix of a text is the
+same in every step and is cached.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ from jkv.training import trainer
 from jkv.training.losses import Batch, Teacher, distil, drawn, teach
 from jkv.training.optimizer import adamw, cosine
 
-SINKS = 4  # first tokens, which are held in any case
-SHARES = (1 / 8, 1 / 2)  # of a prefix, that a cache holds in a step
-HALVINGS = 30  # of the interval in which a threshold lies
-LEAST = 1e-12  # of a sum of slopes
+SINKS = 4  # first tokens, which are always held
+SHARES = (1 / 8, 1 / 2)  # range of the share of a prefix that the cache holds
+HALVINGS = 30  # bisection steps of the threshold
+LEAST = 1e-12  # lower bound of a sum of slopes
 
 
 @value
 class Prefix:
-    """What each layer of a text has: x f[B,L,T,E] normed inputs, k and v f[B,L,H,T,D], k rotated."""
+    """Dense activations of all layers.
+
+    Attributes:
+        x: f[B,L,T,E], normed inputs.
+        k: f[B,L,H,T,D], rotated keys.
+        v: f[B,L,H,T,D], values.
+    """
 
     x: Array
     k: Array
@@ -42,11 +48,17 @@ class Prefix:
 
 @part
 class Recipe(trainer.Recipe):
-    """`steps` by what the last `answer` tokens of a text lose, if a cache holds a share of the others.
+    """Recipe: minimize the loss of a text's last tokens if a cache holds a share of the prefix.
 
-    The share is drawn between SHARES; held are the newest `window`, and who wins a contest of all layers and heads,
-    whose border is `kappa` nats wide. Offsets move `offsets` times as fast. A method says what it learns layer by layer
-    before, in `warm` passes.
+    The share is drawn from SHARES. The cache holds the newest `window` tokens, and the winners of a contest of all
+    layers and heads.
+
+    Attributes:
+        warm: Passes of a method's own layer-wise training before the steps.
+        window: Newest tokens of the prefix that are always held.
+        answer: Last tokens of a text, which the loss covers.
+        kappa: Width of the contest's soft threshold in nats.
+        offsets: Learning rate multiplier of offsets.
     """
 
     warm: int = 0
@@ -56,7 +68,7 @@ class Recipe(trainer.Recipe):
     offsets: float = 30.0
 
     def checked(self, length: int) -> Self:
-        """ValueError where texts of that length leave no token that a cache could lose."""
+        """Return the recipe; raises ValueError if texts of this length leave no token that a cache could evict."""
         if self.steps and length <= (fixed := self.answer + self.window + SINKS):
             raise ValueError(
                 f"length={length}: the last {self.answer} tokens judge the others, of which the newest {self.window} "
@@ -69,11 +81,11 @@ class Recipe(trainer.Recipe):
         return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
 
     def quick(self, score: Any, change: Any) -> Any:
-        """A score, or what its weights change by, with other offsets."""
+        """Apply `change` to the offsets of a score, or of a change of its weights."""
         return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
 
     def worth(self, score: Any, held: Prefix, live: Array) -> Array:
-        """s f32[L,B,H,T], in nats, of the tokens of a prefix bool[B,T]: who wins the contest."""
+        """Score the tokens of a prefix for the contest: s f32[L,B,H,T] in nats, live bool[B,T]."""
         raise NotImplementedError
 
     def lesson(self, params: Params, batch: Batch) -> tuple[Prefix, Teacher]:
@@ -82,10 +94,11 @@ class Recipe(trainer.Recipe):
     def loss(
         self, score: Any, params: Params, batch: Batch, teacher: tuple[Prefix, Teacher], step: Array, key: Array
     ) -> trainer.Told:
-        """KL(teacher || student) of the last tokens, nats."""
+        """Compute KL(teacher || student) over the last tokens, in nats."""
         first, second = jax.random.split(key)
         (held, told), (live, rest) = teacher, cut(batch, self.answer)
         low, high = (np.log(x) for x in SHARES)
+        # A log-uniform share, then soft draws of which tokens are held.
         share = jnp.exp(jax.random.uniform(first, live.shape[:1], minval=low, maxval=high))
         logit, safe = chosen(self.worth(score, held, live), live, share, self.window, self.kappa)
         added = jnp.where(safe[None, :, None], 0, jax.nn.log_sigmoid(drawn(logit, second)))
@@ -95,7 +108,7 @@ class Recipe(trainer.Recipe):
 
 @partial(jax.jit, static_argnames=("n", "k"))
 def lesson(params: Params, batch: Batch, n: int, k: int) -> tuple[Prefix, Teacher]:
-    """The dense pass: what a text's tokens are, in float16, and what the full model says of the last n, in k tokens."""
+    """Run the dense pass: the prefix activations in float16, and the teacher's k likeliest tokens for the last n."""
     held, x = prefix(params, batch)
     at = cut(batch, n)[1].pos
     return jax.tree.map(lambda y: y.astype(jnp.float16), held), teach(
@@ -104,7 +117,7 @@ def lesson(params: Params, batch: Batch, n: int, k: int) -> tuple[Prefix, Teache
 
 
 def cut(batch: Batch, n: int) -> tuple[Array, Batch]:
-    """bool[B,T]: the tokens before the last `n` of each row, and the last n as rows of their own."""
+    """Split rows into bool[B,T], the tokens before the last `n`, and the last n tokens as a batch."""
     size = (batch.pos >= 0).sum(1)
     at = jnp.maximum(size - n, 0)[:, None] + jnp.arange(n, dtype=size.dtype)[None]
     ids, pos = (jnp.take_along_axis(y, at, 1) for y in (batch.ids, batch.pos))
@@ -112,7 +125,7 @@ def cut(batch: Batch, n: int) -> tuple[Array, Batch]:
 
 
 def prefix(params: Params, batch: Batch) -> tuple[Prefix, Array]:
-    """The dense pass over a text, without a gradient, and x f[B,T,E] after the last layer."""
+    """Run the dense pass over a text without a gradient; also return x f[B,T,E] after the last layer."""
     c, net, pos = params.config, family(params.config), batch.pos
     x, found = net.embed(params, jnp.maximum(batch.ids, 0)), []
     for i in range(c.layers):
@@ -130,11 +143,16 @@ def prefix(params: Params, batch: Batch) -> tuple[Prefix, Array]:
 
 
 def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) -> Array:
-    """x f[B,n,E] after the last layer of the tokens that follow a prefix, whose keys have f32[L,B,H,T] on their logits.
+    """Compute x f[B,n,E] after the last layer for the tokens that follow a prefix.
 
-    live bool[B,T]: which are of the prefix.
+    Layers are recomputed in the backward pass.
 
-    Layers are computed again in the backward pass.
+    Args:
+        params: The model.
+        held: Activations of the whole text.
+        live: bool[B,T], the tokens of the prefix.
+        rest: The tokens that follow.
+        added: f32[L,B,H,T], the bias on the prefix's logits.
     """
     c, net, n = params.config, family(params.config), rest.ids.shape[1]
     earlier = jnp.tril(jnp.ones((n, n), bool))
@@ -142,6 +160,7 @@ def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) 
     def attend(i: int, a: Any, bias: Array) -> tuple[Array, None]:
         rope, pos, window = c.ropes[i], rest.pos, c.windows[i]
         q, k = (rope.rotate(y, p).astype(jnp.float32) for y, p in ((a.q, pos[:, None, None]), (a.k, pos[:, None])))
+        # Masks of the prefix and of the tokens themselves.
         at = jnp.where(live, jnp.cumsum(live, 1) - 1, -1)
         see = (at >= 0)[:, None] & (True if window is None else pos[:, :, None] - at[:, None] < window)
         mine = earlier[None] & (True if window is None else pos[:, :, None] - pos[:, None] < window)
@@ -163,11 +182,17 @@ def after(params: Params, held: Prefix, live: Array, rest: Batch, added: Array) 
 
 
 def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
-    """(s - threshold) / kappa, f32[L,B,H,T]: the threshold f32[B] where sigmoid of it sums to `total` f32[B].
+    """Compute (s - threshold) / kappa, f32[L,B,H,T], with the threshold f32[B] at which its sigmoids sum to `total`.
 
-    Over all that bool[L,B,H,T] is free to leave, 0 where nothing is. The threshold moves with s, as it does in a
-    contest: by the mean of ds that the sigmoid's slopes weigh, so that the sum stays. Were it fixed, every token would
-    gain by a larger s, and what is learned would be who is near the threshold.
+    The gradient moves the threshold with s, as in a contest: by the mean of ds weighted with the sigmoid's slopes, so
+    that the sum stays constant. With a fixed threshold every token would gain from a larger s, and training would only
+    learn which tokens are near the threshold.
+
+    Args:
+        s: f32[L,B,H,T], scores.
+        free: bool[L,B,H,T], entries in the contest. If a row has none, its threshold is 0.
+        total: f32[B], number of winners.
+        kappa: Width of the threshold.
     """
     fixed = jax.lax.stop_gradient(s)
     some = free.any((0, 2, 3))
@@ -180,9 +205,11 @@ def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
         open_ = jnp.where(free, jax.nn.sigmoid((fixed - middle[None, :, None, None]) / kappa), 0).sum((0, 2, 3))
         return jnp.where(open_ > total, middle, low), jnp.where(open_ > total, high, middle)
 
+    # Bisect the threshold without a gradient.
     low, high = jax.lax.fori_loop(0, HALVINGS, halve, (low, high))
     level = ((low + high) / 2)[None, :, None, None]
     open_ = jax.nn.sigmoid((fixed - level) / kappa)
+    # Move it with s to first order.
     slope = jnp.where(free, open_ * (1 - open_), 0)
     moved = (slope * (s - fixed)).sum((0, 2, 3), keepdims=True) / jnp.maximum(
         slope.sum((0, 2, 3), keepdims=True), LEAST
@@ -191,8 +218,17 @@ def above(s: Array, free: Array, total: Array, kappa: float) -> Array:
 
 
 def chosen(s: Array, live: Array, share: Array, window: int, kappa: float) -> tuple[Array, Array]:
-    """Logits f32[L,B,H,T] that a token is held, in a contest of all layers and heads for a `share` f32[B] of the live
-    tokens bool[B,T]; and bool[B,T] of those that are held in any case: the first SINKS and the newest `window`.
+    """Compute the logits f32[L,B,H,T] that tokens are held, in a contest of all layers and heads.
+
+    Args:
+        s: f32[L,B,H,T], scores.
+        live: bool[B,T], tokens of the prefix.
+        share: f32[B], share of these tokens that is held.
+        window: Newest tokens that are always held.
+        kappa: Width of the threshold.
+
+    Returns:
+        The logits, and bool[B,T], the tokens held in any case: the first SINKS and the newest `window`.
     """
     size, at = live.sum(1), jnp.cumsum(live, 1) - 1
     safe = live & ((at < SINKS) | (at >= (size - window)[:, None]))

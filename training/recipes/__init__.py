@@ -1,1 +1,1 @@
-"""Training recipes, one module a method."""
+"""Training recipes, one module per method."""

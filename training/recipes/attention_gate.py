@@ -1,15 +1,15 @@
-"""Training Attention-Gate: a gate over a whole prompt decides which of its tokens later queries do not see.
+"""Recipe of Attention-Gate: a gate over the whole prompt decides which tokens later queries cannot see.
 
-The last `answer` tokens of a text answer the others. A key of the prompt that is not kept is out of everybody's sight
-but its own. Whether it is kept is drawn, softly: z = `losses.drawn(u)`, and a logit has log sigmoid(z) on it; the flag
-k that is counted is hard, 1 where z > 0, with the gradient of sigmoid(z). Only the answer's tokens are learned from: a
-look that sees later tokens would tell the prompt's own ones. Of a layer alone, whose loss is what is left of attention,
-all queries are: what prompts do not see of themselves is lost to all layers.
+The last `answer` tokens of a text answer the rest, the prompt. A dropped prompt key is masked for every query but the
+token's own. Dropping is drawn softly: z = `losses.drawn(u)`, and log sigmoid(z) is added to the logit. The counted flag
+k is hard, 1 where z > 0, with the gradient of sigmoid(z). The loss covers the answer only, because a gate that sees
+later tokens would leak the prompt's own next tokens. A layer trained alone, with the attention left as its loss, uses
+all queries, because what prompts do not see of themselves is lost to later layers.
 
     loss = cross-entropy of the answer + weight |mean k - share|
 
-Source: Attention-Gate (2410.12876), a reconstruction from its abstract; the draws, in place of hard flags with a
-straight-through gradient, are ours: what is shut for good never learns that it is missed.
+Source: Attention-Gate (2410.12876), reconstructed from its abstract. The soft draws, instead of hard flags with a
+straight-through gradient, are ours: a key that is dropped for certain gets no gradient that would restore it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ from jkv.training.soft_cache_model import Bias
 
 @part
 class Recipe(layerwise.Recipe):
-    """How flags are trained: the last `answer` tokens of a text are learned from; `share` of the others are to stay.
+    """Recipe of a gate.
 
-    A layer alone is asked for no share: it pays `price` nats for all of its tokens, and as much less as it shuts. So
-    the heads that can spare tokens shut them.
+    A layer trained alone has no target share. It pays `price` nats if it keeps everything, and proportionally less for
+    what it drops, so that the heads that need few tokens drop the others.
+
+    Attributes:
+        early: Peak learning rate of the layer-wise warm start.
+        answer: Last tokens of a text, which the loss covers.
+        share: Target share of the prompt's tokens that are kept.
+        price: Penalty in nats for keeping all tokens in the layer-wise warm start.
     """
 
     early: float = 1e-2
@@ -43,7 +49,7 @@ class Recipe(layerwise.Recipe):
         return closing(score, batch, prompt(batch, self.answer), key)
 
     def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
-        """|mean k - share|, and the mean of the flags of all prompts."""
+        """Compute |mean k - share|, and the mean flag over all prompts."""
         kept = staying(memos, batch, self.answer)
         return jnp.abs(kept - self.share), {"kept": kept}
 
@@ -58,7 +64,7 @@ class Recipe(layerwise.Recipe):
 
 
 def prompt(batch: Batch, answer: int) -> Array:
-    """bool[B,T]: the tokens of each row but its last `answer`.
+    """Return bool[B,T], the tokens of each row except the last `answer`.
 
     >>> prompt(Batch(ids=jnp.array([[5, 6, 7, -1]]), pos=jnp.array([[0, 1, 2, -1]])), 1).tolist()
     [[True, True, False, False]]
@@ -68,14 +74,14 @@ def prompt(batch: Batch, answer: int) -> Array:
 
 
 def staying(memos: tuple[Array, ...], batch: Batch, answer: int) -> Array:
-    """The mean of the flags of all prompts, layers and heads."""
+    """Compute the mean flag over all prompts, layers and heads."""
     asked = prompt(batch, answer)
     count = asked.sum().astype(jnp.float32) * len(memos) * memos[0].shape[1]
     return sum(jnp.where(asked[:, None], k, 0).sum() for k in memos) / jnp.maximum(count, 1)
 
 
 def closing(score: Gated, batch: Batch, asked: Array, key: Array) -> Bias:
-    """The bias of Attention-Gate on the keys asked bool[B,T]; the memo is k f32[B,H,T], 1 for the others."""
+    """Return Attention-Gate's bias on the keys in asked bool[B,T]; the memo is k f32[B,H,T], 1 for other keys."""
     of = jnp.where(asked, batch.document, -1)
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:

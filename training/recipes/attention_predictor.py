@@ -1,14 +1,15 @@
-"""Training a forecast of attention, from the attention of a full model to each page, step after step.
+"""Recipe of AttentionPredictor: forecast each page's attention from its history, learned from a full model.
 
-Nothing goes through the model but its texts, once. From every layer that selects, and from every kv head, some moments
-are drawn: the `rows` queries up to then, as the selector would have seen them had it read everything, and the query
-after them, which is to be forecast. One network for all layers and heads begins as its baseline of three numbers, and
-learns which shares of their sum the pages to choose from will have:
+Only the texts go through the model, once. From every kv head of every layer that selects, some moments are drawn: the
+last `rows` queries, as a selector that reads everything would see them, and the next query, whose attention is the
+target. One network for all layers and heads starts as its three-parameter linear baseline, and learns the pages' shares
+of the attention:
 
     loss = KL(y / sum y || f / sum f), f = max(forecast, 0) + 1e-5
 
-A squared error is that of the few heads that look far and at little; this one counts every head alike, as a choice of
-pages does. Source: AttentionPredictor (2502.04077), whose training is not public: a reconstruction.
+A squared error would be dominated by the few heads that look far away at few tokens; this loss counts every head
+equally, as page selection does. Source: AttentionPredictor (2502.04077), whose training is not public: a
+reconstruction.
 """
 
 from __future__ import annotations
@@ -32,15 +33,24 @@ from jkv.training.distillation.layerwise import through
 from jkv.training.losses import Batch
 from jkv.training.optimizer import adamw, advance, cosine, sound
 
-RECENT = 64  # the newest tokens, which a step reads in any case
+RECENT = 64  # newest tokens, which a step always reads
 BASELINE = "linear"
-LEAST = 1e-5  # a forecast that is not 0
+LEAST = 1e-5  # added to a forecast, so that it is not 0
 
 
 @part
 class Recipe:
-    """steps: of `batch` moments each; rate: the largest learning rate; moments: drawn of each text, layer and kv head;
-    dense_layers: that do not select; every: steps between checkpoints."""
+    """Recipe of the forecast.
+
+    Attributes:
+        steps: Training steps.
+        batch: Moments per step.
+        rate: Peak learning rate.
+        moments: Moments drawn per text, layer and kv head.
+        dense_layers: First layers, which do not select.
+        every: Steps between checkpoints.
+        seed: Random seed.
+    """
 
     steps: int = 1000
     batch: int = 32
@@ -53,8 +63,14 @@ class Recipe:
 
 @value
 class Moments:
-    """N moments: x f[N,n,rows] the history of each page, oldest first; y, mass f[N,n] of the query after it, the most
-    that a token of the page gets and what all of them get; use bool[N,n]: pages to choose from."""
+    """N training examples with n pages each.
+
+    Attributes:
+        x: f[N,n,rows], history of each page, oldest first.
+        y: f[N,n], the largest attention of the next query to a token of the page.
+        mass: f[N,n], the attention of the next query to all tokens of the page.
+        use: bool[N,n], pages to choose from.
+    """
 
     x: Array
     y: Array
@@ -63,12 +79,17 @@ class Moments:
 
 
 def start(line: Linear, rows: int, key: Array) -> Convolution:
-    """A network that forecasts what its baseline does, and has channels left to do better.
+    """Initialize a network that computes the baseline's forecast and has free channels to improve on it.
 
-    Channel 0 carries a history on. Channel 1 is 1 on every row, and 0 below the last, where the padding is: as no
-    attention is above 1, taking away what is below leaves the newest row in channel 1 of the second convolution, the
-    one before it in channel 2, and nothing else. The other channels are random, as large as keep a signal's size
-    through relu, and nothing is made of them yet.
+    Channel 0 passes the history on. Channel 1 is 1 on every row and 0 below the last, where the padding is. Attention
+    is at most 1, so subtracting the row below leaves only the newest row in channel 1 of the second convolution, and
+    only the one before it in channel 2. Other channels are random, scaled to preserve a signal through relu, with
+    output weight 0.
+
+    Args:
+        line: The linear baseline.
+        rows: Length of the history.
+        key: Key for the random channels.
     """
     one, two = jax.random.split(key)
     first = jax.random.normal(one, (16, 1, 3, 3)) * (2 / 9) ** 0.5
@@ -87,9 +108,15 @@ def start(line: Linear, rows: int, key: Array) -> Convolution:
 
 @partial(jax.jit, static_argnames=("select", "scale", "window"))
 def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, window: int | None) -> Moments:
-    """What a layer's kv heads see before, and pay at, positions i32[m] of one text: q f[H,G,T,D], k f[H,T,D] rotated.
+    """Compute the moments of one layer's kv heads at positions i32[m] of one text: m * H moments.
 
-    m moments of H heads are m * H moments.
+    Args:
+        q: f[H,G,T,D], rotated queries.
+        k: f[H,T,D], rotated keys.
+        at: i32[m], positions of the next queries.
+        select: The selector.
+        scale: Attention scale.
+        window: Sliding window of the layer, or None.
     """
     h, g, t, _ = q.shape
     n = t // select.unit
@@ -103,6 +130,7 @@ def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, windo
         see = see if window is None else see & (age < window)
         p = jax.nn.softmax(jnp.where(see[None, None], logits, -1e30), -1)
         p = jnp.where(see[None, None], p, 0)[..., : n * select.unit].reshape(h, g, select.rows + 1, n, select.unit)
+        # Per page the largest attention over G and its tokens.
         most = p.max((1, 4))
         ends = jnp.arange(1, n + 1) * select.unit
         use = (ends <= at - RECENT) & (ends > select.sinks)
@@ -118,10 +146,10 @@ def moments(q: Array, k: Array, at: Array, select: Forecast, scale: float, windo
 
 @partial(jax.jit, static_argnames=("select", "scale", "window"))
 def others(q: Array, k: Array, at: Array, select: Forecast, scale: float, window: int | None) -> dict[str, Array]:
-    """Other ranks f[N,n] of the pages at the same moments, by all that a method can know.
+    """Rank the pages f[N,n] of the same moments by what other methods know.
 
-    "h2o": the sum, a mean over G, of what every query before paid to a page's tokens (2306.14048); "quest": the bound
-    on the logits of the query that is to come, the largest over G (2406.10774).
+    "h2o": attention of all earlier queries to the page's tokens, averaged over G and summed (2306.14048). "quest": the
+    bound on the next query's logits, the largest over G (2406.10774).
     """
     h, _, t, d = q.shape
     n = t // select.unit
@@ -148,12 +176,12 @@ def others(q: Array, k: Array, at: Array, select: Forecast, scale: float, window
 
 
 def earliest(select: Forecast) -> int:
-    """The first position with three pages to choose from."""
+    """Return the first position with three pages to choose from."""
     return select.sinks + 3 * select.unit + RECENT
 
 
 def check(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> None:
-    """ValueError if no layer selects, or a text is too short to choose from."""
+    """Raise ValueError if no layer selects, or a text is too short to select from."""
     first, size, layers = earliest(select), int((texts.pos >= 0).sum(1).min()), params.config.layers
     if size <= first:
         raise ValueError(f"a text of {size} tokens leaves no page to choose: give a length above {first}")
@@ -164,7 +192,7 @@ def check(params: Params, texts: Batch, select: Forecast, recipe: Recipe) -> Non
 def collect(
     params: Params, texts: Batch, select: Forecast, recipe: Recipe, read: Callable[..., Any] = moments
 ) -> Iterator[Any]:
-    """What `read` says of the moments of every text and layer, on the host; the same ones for the same seed."""
+    """Yield read(...) of random moments of every text and layer, on the host; the moments depend on the seed only."""
     c, rng = params.config, np.random.default_rng(recipe.seed)
     kinds = list(zip(c.ropes, c.windows, strict=True))
     for row in range(texts.ids.shape[0]):
@@ -180,7 +208,7 @@ def collect(
 
 
 def error(net: Predictor, some: Moments) -> Array:
-    """The loss, a mean over moments."""
+    """Compute the loss, averaged over moments."""
     ahead = jnp.where(some.use, jnp.maximum(forecast(net, some.x, some.use), 0) + LEAST, 0)
     told, said = (x / jnp.maximum(x.sum(1, keepdims=True), 1e-30) for x in (jnp.where(some.use, some.y, 0), ahead))
     some_of = told > 0
@@ -189,7 +217,7 @@ def error(net: Predictor, some: Moments) -> Array:
 
 
 def least_squares(every: Moments) -> Linear:
-    """The baseline's three numbers: the least squares of what pages get, as parts of the root of a moment's squares."""
+    """Fit the baseline's three weights by least squares, with each moment scaled to unit norm."""
     y = np.where(every.use, every.y, 0).astype(np.float64)
     size = np.sqrt(np.square(y).sum(1, keepdims=True) + 1e-6)
     seen = np.stack([every.x[..., -1], every.x[..., -2], every.x.mean(-1)], -1) / size[..., None]
@@ -200,7 +228,7 @@ def least_squares(every: Moments) -> Linear:
 
 @partial(jax.jit, static_argnames=("pages",))
 def recovered(rank: Array, some: Moments, pages: int) -> Array:
-    """Of the next query's attention to pages to choose from, the share of the `pages` highest by rank f[N,n]."""
+    """Compute the share of the next query's attention to selectable pages in the `pages` highest by rank f[N,n]."""
     best = jax.lax.top_k(jnp.where(some.use, rank, -jnp.inf), min(pages, rank.shape[1]))[1]
     mass = jnp.where(some.use, some.mass, 0)
     return (jnp.take_along_axis(mass, best, 1).sum(1) / mass.sum(1)).mean()
@@ -208,7 +236,13 @@ def recovered(rank: Array, some: Moments, pages: int) -> Array:
 
 @value
 class State:
-    """The network, the optimiser's moments, and steps done i32[]."""
+    """Training state.
+
+    Attributes:
+        net: The network.
+        moments: State of the optimizer.
+        steps: i32[], steps done.
+    """
 
     net: Convolution
     moments: Any
@@ -217,7 +251,7 @@ class State:
 
 @partial(jax.jit, static_argnames=("recipe",))
 def update(state: State, some: Moments, recipe: Recipe) -> tuple[State, Array]:
-    """The state after a step, and the error before it."""
+    """Take one step, and return the state and the loss before the step."""
     loss, slope = jax.value_and_grad(error)(state.net, some)
     net, moments = advance(_tune(recipe), slope, state.moments, state.net)
     return State(net=net, moments=moments, steps=state.steps + 1), loss
@@ -229,7 +263,15 @@ def _tune(recipe: Recipe) -> Any:
 
 @dataclass
 class Training:
-    """Moments, a recipe and a folder: `run` trains, and goes on where it was."""
+    """A training run that resumes from its folder.
+
+    Attributes:
+        every: All moments.
+        line: The linear baseline.
+        recipe: The recipe.
+        folder: Folder of checkpoints and metrics.
+        say: Progress callback.
+    """
 
     every: Moments
     line: Linear
@@ -238,7 +280,10 @@ class Training:
     say: Callable[[str], None] = lambda _: None
 
     def run(self) -> Convolution:
-        """The network at the end. ValueError if its error is not finite; the last good state is then a checkpoint."""
+        """Train and return the network.
+
+        Raises ValueError if the loss or a weight is not finite; the last good state is then checkpointed.
+        """
         recipe = self.recipe
         net = start(self.line, self.every.x.shape[2], jax.random.key(recipe.seed))
         state = State(net=net, moments=_tune(recipe).init(net), steps=jnp.int32(0))

@@ -1,7 +1,7 @@
-"""Training DMS: which tokens may be evicted after a delay, distilled from the same model with a full cache.
+"""Recipe of DMS: which tokens to evict after a delay, distilled from the same model with a full cache.
 
-Whether the token before is dropped is drawn, softly: z = `losses.drawn(a)`. Attention of a query more than `window`
-tokens later has log(1 - sigmoid(z)) on its logit; what is counted is hard, 1 where z > 0, with the gradient of
+Whether the previous token is evicted is drawn softly: z = `losses.drawn(a)`. For queries more than `window` tokens
+later, log(1 - sigmoid(z)) is added to its logit. The counted mark is hard, 1 where z > 0, with the gradient of
 sigmoid(z).
 """
 
@@ -26,9 +26,18 @@ from jkv.training.soft_cache_model import Bias, hidden
 
 @part
 class Recipe(layerwise.Recipe):
-    """How switches are trained: `window` tokens are seen by all; the cache is to shrink to 1 / `ratio` of its tokens
-    beyond them, from all of them at first, in `fall` steps; at once, if layers were trained alone before. The rate
-    rises in `rise` steps and falls in a cosine to 1e-6: the paper's is constant, with 16 times as many texts a step.
+    """Recipe of eviction switches.
+
+    The learning rate rises in `rise` steps and falls in a cosine to 1e-6. The paper's is constant, with 16 times as
+    many texts per step.
+
+    Attributes:
+        early: Peak learning rate of the layer-wise warm start.
+        window: Newest tokens, which every query sees.
+        ratio: Target compression ratio beyond the window.
+        fall: Steps in which the ratio rises from 1 to its target; after a layer-wise warm start the target applies at
+            once.
+        rise: Warm-up steps of the learning rate.
     """
 
     early: float = 3e-4
@@ -41,7 +50,7 @@ class Recipe(layerwise.Recipe):
         return adamw(cosine(self.rate, self.rise, self.steps), self.clip)
 
     def target(self, step: Array | int) -> Array:
-        """The share of tokens to be marked in a step, 1 - 1 / ratio there; the ratio rises in a line.
+        """Return the share of tokens to mark in a step, 1 - 1 / ratio at the end; the ratio rises linearly.
 
         >>> [round(float(Recipe(warm=0, ratio=16.0, fall=510).target(step)), 4) for step in (0, 238, 510, 600)]
         [0.0, 0.875, 0.9375, 0.9375]
@@ -61,7 +70,7 @@ class Recipe(layerwise.Recipe):
         return short, {"short": short, "marked": marked}
 
     def told(self, kl: Array, ce: Array) -> Array:
-        """KL(teacher || student), as for other gates: the paper's text calls it forward, its code has the other one.
+        """Return KL(teacher || student), as for other gates. The paper's text says forward KL, its code the reverse.
 
         Source: DMS (2506.05345).
         """
@@ -69,12 +78,12 @@ class Recipe(layerwise.Recipe):
 
 
 def marks(said: Array, batch: Batch, key: Array) -> Array:
-    """z f32[B,H,T] of every token, drawn from what the token after it said; where there is none, it is kept."""
+    """Draw z f32[B,H,T] of every token from its successor's output; a token without successor is kept."""
     return jnp.where(batch.labelled[:, None], drawn(jnp.roll(said, -1, -1), key), -KEEP / TEMPERATURE)
 
 
 def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
-    """The bias of DMS on logits beyond the window; the memo is z f32[B,H,T]."""
+    """Return DMS's bias on logits beyond the window; the memo is z f32[B,H,T]."""
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
         said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
@@ -87,7 +96,7 @@ def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
 
 @jax.jit
 def staying(params: Params, score: Delayed, batch: Batch) -> Array:
-    """f32[L]: the share of a batch's tokens that is not marked, where attention forgets those that are."""
+    """Compute the share of a batch's tokens that is not marked, f32[L], with attention that ignores marked ones."""
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
         said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
@@ -99,9 +108,10 @@ def staying(params: Params, score: Delayed, batch: Batch) -> Array:
 
 
 def lacking(memos: tuple[Array, ...], batch: Batch, target: Array) -> tuple[Array, Array]:
-    """A mean over texts of max(0, target - share marked), one share for all layers, heads and tokens; and the share.
+    """Compute max(0, target - share marked), averaged over texts, and the mean share.
 
-    So layers and heads differ as they like. A gradient passes through the hard marks as if they were the soft ones.
+    The share is over all layers, heads and tokens, so that layers and heads can differ. The gradient passes through
+    hard marks as if they were soft.
     """
     z = jnp.stack(memos, 1)
     use = batch.labelled[:, None, None]

@@ -1,14 +1,14 @@
-"""Training KVzap's surrogates: small models that foresee who will look at a token. No gradient goes through the model.
+"""Recipe of KVzap: surrogates that predict the attention a token will receive. The model gets no gradient.
 
-A text is read, and repeated by the model as the answer to a request. With a the softmax of a query j over all that it
-sees, g the query heads of a kv head, a token i of the text is worth to it
+The model reads a text and repeats it as the answer to a request. With a the softmax of query j over everything it sees
+and g the query heads of a kv head, the target of a token i of the text is
 
     s_i = max(max over g, j of a_gji in the repetition, own sum over g, j of a_gji in the text, j > i + window)
 
-so what is looked at once by who copies it, or often by who goes on. The surrogate estimates y = log s from the block's
-normed input by least squares, in closed form (of one layer), or by AdamW (of two). Sources: KVzap (2601.07891), whose
-authors weigh attention by what a value adds, which here predicts text less well; the text's own queries: Fast KVzip
-(2601.17668), there their maximum.
+so that tokens count that are looked at once, to be copied, or often, to continue the text. The surrogate estimates
+y = log s from the layer's normed input: with one layer by least squares in closed form, with two by AdamW. Sources:
+KVzap (2601.07891), whose authors weight attention by what a value adds, which here predicts text less well; the text's
+own queries are from Fast KVzip (2601.17668), which takes their maximum.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ from jkv.training.distillation import suffix
 from jkv.training.losses import Batch
 from jkv.training.optimizer import adamw, advance, cosine
 
-TILE = 128  # queries whose logits exist at once
-LEAST = 1e-20  # what a token is worth that no query looks at
-RIDGE = 1.0  # of the closed form, on the sum of squares of inputs: the paper's
+TILE = 128  # queries whose logits exist at a time
+LEAST = 1e-20  # target of a token without attention
+RIDGE = 1.0  # ridge of the closed form, added to the inputs' sums of squares, as in the paper
 
 
 @part
 class Recipe(suffix.Recipe):
-    """How surrogates are trained: `warm` passes over the tokens of all texts, layer by layer, `tokens` a step.
+    """Recipe of surrogates: layer-wise least squares, then `steps` of suffix distillation.
 
-    early: their peak rate; a width of 0: in closed form. own: the weight of what the text's own queries pay together,
-    those more than `window` tokens after a key. Then `steps` by suffix distillation.
+    Attributes:
+        warm: Passes over the tokens of all texts per layer; 0 for none.
+        early: Peak learning rate of these passes.
+        tokens: Tokens per step of these passes.
+        width: Hidden width of the surrogates; 0 for one layer in closed form.
+        own: Weight of the attention from the text's own queries, those more than `window` tokens after a key.
     """
 
     warm: int = 15
@@ -73,9 +77,12 @@ class Recipe(suffix.Recipe):
 
 @value
 class Read:
-    """What a text and its repetition are: ids and pos i32[1,S], -1 in the padding; repeated bool[S]: the repetition.
+    """A text, a request to repeat it, and the repetition. The text's padding is before the request.
 
-    The text comes first, and its padding between it and the request.
+    Attributes:
+        ids: i32[1,S], token ids, -1 for padding.
+        pos: i32[1,S], positions, -1 for padding.
+        repeated: bool[S], the repetition.
     """
 
     ids: Array
@@ -84,7 +91,7 @@ class Read:
 
 
 def request(params: Params, length: int) -> list[int]:
-    """The tokens that ask for a repetition of a text of `length` tokens; ValueError beyond the model's context."""
+    """Tokenize the request to repeat a text of `length` tokens; raises ValueError beyond the model's context."""
     ask = [*within(params, AGAIN), *within(params, answering(params))]
     if (size := 2 * length + len(ask)) > params.config.context:
         raise ValueError(
@@ -95,7 +102,7 @@ def request(params: Params, length: int) -> list[int]:
 
 
 def read(params: Params, texts: Batch) -> list[Read]:
-    """Each text, a request to repeat it, and the repetition, of one length; ValueError beyond the model's context."""
+    """Build text, request and repetition of each text, all of one length; raises ValueError beyond the context."""
     ids = np.asarray(texts.ids)
     t, made = ids.shape[1], []
     ask = request(params, t)
@@ -121,7 +128,11 @@ def read(params: Params, texts: Batch) -> list[Read]:
 def taught(
     params: Params, x: Array, one: Read, kind: int, t: int, window: int
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """x f[1,S,E] after the only layer in `params`; of the text's T = t tokens the normed input [T,E], and `looked`."""
+    """Run the only layer in `params` on x f[1,S,E]; also return inputs and attention of the text's T = t tokens.
+
+    Returns:
+        The layer's output, and of the text the normed input [T,E] and the two results of `looked`.
+    """
     c, pos = params.config, one.pos
 
     def attend(_: int, a: Any) -> tuple[Array, Any]:
@@ -137,9 +148,19 @@ def taught(
 def looked(
     q: Array, k: Array, lse: Array, one: Read, scale: Any, window: int, sliding: int | None
 ) -> tuple[Array, Array]:
-    """f32[H,T] of keys k f[H,T,D]: the most attention of a query in the repetition, and the sum of the text's own.
+    """Compute the attention that each key of the text receives, a tile of queries at a time.
 
-    q f[H,G,S,D] rotated, lse f32[H,G,S]; sliding: the window of the layer's attention. A tile of queries at a time.
+    Args:
+        q: f[H,G,S,D], rotated queries.
+        k: f[H,T,D], rotated keys of the text.
+        lse: f32[H,G,S], log-sum-exp of the queries.
+        one: The text and its repetition.
+        scale: Attention scale.
+        window: Own queries count from this distance on (exclusive).
+        sliding: Sliding window of the layer, or None.
+
+    Returns:
+        f32[H,T], the largest attention of a query in the repetition, and f32[H,T], the sum over the text's own queries.
     """
     t, size = k.shape[1], q.shape[2]
     n = -(-size // TILE)
@@ -171,9 +192,9 @@ def looked(
 def lessons(
     params: Params, texts: Batch, recipe: Recipe, done: int = 0
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The number of each layer from `done` on, the normed inputs f[N,T,E] of all texts there, and y f32[N,T,H].
+    """Yield the number of each layer from `done` on, the normed inputs f[N,T,E] of all texts, and y f32[N,T,H].
 
-    All texts go through a layer before the next: what is in memory is a layer's, and the texts' inputs of it.
+    All texts go through a layer before the next one, so that only one layer's data is in memory.
     """
     rows, t = read(params, texts), texts.ids.shape[1]
     xs = [family(params.config).embed(params, jnp.maximum(one.ids, 0)) for one in rows]
@@ -189,12 +210,12 @@ def lessons(
 
 
 def of_layer(gate: Any, i: int) -> Any:
-    """The surrogate of one layer."""
+    """Return the surrogate of one layer."""
     return jax.tree.map(lambda a: a[i], gate)
 
 
 def start(model: ModelConfig, width: int, key: Array) -> Surrogate | Linear:
-    """Surrogates that know nothing yet; of one layer where the width is 0.
+    """Initialize surrogates; with one layer if the width is 0.
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY), 8, jax.random.key(0)).out.shape
@@ -213,7 +234,7 @@ def start(model: ModelConfig, width: int, key: Array) -> Surrogate | Linear:
 
 
 def solve(x: np.ndarray, y: np.ndarray) -> tuple[Linear, np.ndarray]:
-    """A layer's surrogate of one layer, the ridge regression of y f[N,H] on x f[N,E], and its mean squared error."""
+    """Fit a one-layer surrogate by ridge regression of y f[N,H] on x f[N,E]; also return its mean squared error."""
     mean, level = x.mean(0, dtype=np.float64), y.mean(0, dtype=np.float64)
     a, b = (x - mean).astype(np.float64), y - level
     out = np.linalg.solve(a.T @ a + RIDGE * np.eye(x.shape[1]), a.T @ b).T
@@ -223,9 +244,9 @@ def solve(x: np.ndarray, y: np.ndarray) -> tuple[Linear, np.ndarray]:
 
 
 def fit(gate: Surrogate, x: np.ndarray, y: np.ndarray, key: Array, recipe: Recipe) -> tuple[Surrogate, Array]:
-    """A layer's surrogate of two layers, by the least squares of y f[N,H] from x f[N,E], and the losses of its steps.
+    """Train a layer's two-layer surrogate by least squares of y f[N,H] from x f[N,E]; also return the losses.
 
-    It learns y by one mean and one deviation of all heads of the layer, which its last product then gives back.
+    y is standardized by one mean and deviation over all heads of the layer, which the output weights then undo.
     """
     mean, deviation = float(y.mean(dtype=np.float64)), float(y.std(dtype=np.float64)) or 1.0
     gate, losses = _fitted(gate, jnp.asarray(x), jnp.asarray((y - mean) / deviation), key, recipe)
@@ -253,19 +274,22 @@ def _fitted(gate: Surrogate, x: Array, y: Array, key: Array, recipe: Recipe) -> 
 
 
 def explained(params: Params, texts: Batch, score: Repeated, recipe: Recipe) -> dict[str, Any]:
-    """What a surrogate explains of texts: R2 of each kv head [L][H], and the overlap of the best quarter of all tokens.
+    """Compute how well a surrogate predicts y on texts.
 
-    The overlap is of the tokens of all layers and heads of a text, which compete: the share of those that y puts into
-    the best quarter, `best`, and by head, `by_head`, where the head has any.
+    Returns:
+        `r2` [L][H], the R2 of each kv head; `best`, the overlap of the predicted and true best quarter of a text's
+        tokens over all layers and heads, which compete; `by_head` [L][H], that overlap per head.
     """
     gate, of_layers = score.weights, []
     for i, x, y in lessons(params, texts, recipe):
         of_layers.append((np.asarray(of_layer(gate, i)(jnp.asarray(x))).swapaxes(1, 2), y))
     live = np.asarray(texts.pos) >= 0
+    # R2 per head.
     said, y = (np.stack([layer[k] for layer in of_layers], 1) for k in (0, 1))  # [N,L,T,H]
     used = np.broadcast_to(live[:, None, :, None], y.shape)
     mean = np.where(used, y, 0).sum((0, 2), keepdims=True) / used.sum((0, 2), keepdims=True)
     off, spread = (np.where(used, np.square(a), 0).sum((0, 2)) for a in (said - y, y - mean))
+    # Overlap of the best quarters.
     wanted, chosen = (np.stack([_quarter(a, u) for a, u in zip(z, used, strict=True)]) for z in (y, said))
     both, every = ((wanted & a).sum((0, 2)) for a in (chosen, wanted))
     return {
@@ -276,6 +300,6 @@ def explained(params: Params, texts: Batch, score: Repeated, recipe: Recipe) -> 
 
 
 def _quarter(x: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """The best quarter of the used entries."""
+    """Return the best quarter of the used entries."""
     least = np.quantile(x[used], 0.75)
     return used & (x > least)

@@ -1,12 +1,12 @@
-"""Training LoCoCo's mixtures, layer by layer: no gradient goes through the model.
+"""Recipe of LoCoCo: mixtures of evicted entries, trained layer by layer. The model gets no gradient.
 
-A layer reads a text in pieces and melts what it holds after each, as the cache does. Its loss is how far the attention
-o_t of later queries over what is left is from that over everything, as a part of the latter:
+A layer reads a text in chunks and merges what it holds after each one, as the cache does. Its loss is the relative
+error of the attention outputs o_t of later queries over the merged entries, against those over everything:
 
     loss = sum_t |o_t - o*_t|^2 / sum_t |o*_t|^2
 
-A piece's keys and values are given to the next melting without a gradient, as in the paper. The loss is ours; the
-paper's is the model's own, for a model that is trained along. Source: LoCoCo (2406.05317).
+The merged keys and values go into the next merge without a gradient, as in the paper. The loss is ours; the paper
+trains the model along with its own loss. Source: LoCoCo (2406.05317).
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from jkv.training.optimizer import adamw, advance, cosine
 
 @part
 class Recipe(trainer.Recipe):
-    """How mixtures are trained: `warm` steps of each layer, each on a text, for `budget` tokens, read by `chunk`."""
+    """Recipe of mixtures.
+
+    Attributes:
+        warm: Steps per layer, each on one text.
+        budget: Tokens of the cache.
+        chunk: Tokens per chunk.
+        rate: Peak learning rate.
+    """
 
     warm: int = 200
     budget: int = 128
@@ -53,7 +60,16 @@ class Recipe(trainer.Recipe):
 
 
 def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, window: int | None) -> Array:
-    """Of one text, T a multiple of the pieces: q f[1,H,G,T,D], k, v f[1,H,T,D], and its attention o f[1,H,G,T,D]."""
+    """Compute a layer's loss on one text whose length T is a multiple of the chunk.
+
+    Args:
+        gate: The layer's mixtures.
+        data: The layer's data: q f[1,H,G,T,D], k and v f[1,H,T,D].
+        o: f[1,H,G,T,D], its dense attention outputs.
+        recipe: The recipe.
+        scale: Attention scale.
+        window: Sliding window of the layer, or None.
+    """
     _, h, t, d = data.k.shape
     size = recipe.chunk
 
@@ -66,6 +82,7 @@ def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, windo
             jnp.concatenate(x, 2)
             for x in ((held[0], k), (held[1], v), (held[2], jnp.broadcast_to(at[:, None], (1, h, size))))
         )
+        # Attend to the held entries and the chunk, then merge down to the budget.
         see = visible(at, pos, window) & (at >= 0)[:, None, :, None]
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k) * scale
         p = jnp.where(see[:, :, None], jax.nn.softmax(jnp.where(see[:, :, None], logits, -1e30), -1), 0)
@@ -81,7 +98,7 @@ def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, windo
 
 
 def _melted(gate: Blend, k: Array, v: Array, pos: Array, looked: Array, budget: int) -> tuple[Array, Array, Array]:
-    """k, v, pos of `budget` entries of more, as the cache holds them after a flush."""
+    """Merge k, v, pos to `budget` entries, as the cache does in a flush."""
     live, total = pos >= 0, pos.shape[2]
     _, best = jax.lax.top_k(jnp.where(live, looked, -jnp.inf), budget)
     stays = put(jnp.zeros(live.shape, bool), best, jnp.ones(best.shape, bool)) & live
@@ -97,7 +114,7 @@ def _melted(gate: Blend, k: Array, v: Array, pos: Array, looked: Array, budget: 
 def fit(
     gate: Blend, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
 ) -> tuple[Blend, Array]:
-    """A layer's mixtures after `recipe.warm` steps, each of one text, and their losses."""
+    """Train a layer's mixtures for `recipe.warm` steps, each on one text; also return the losses."""
     tune: Any = adamw(cosine(recipe.rate, recipe.warm // 20 + 1, recipe.warm), recipe.clip)
     short = -data.k.shape[2] % recipe.chunk
     pad = lambda x, axis: jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)])  # noqa: E731
@@ -112,6 +129,7 @@ def fit(
         x = one(x)
         return attend_window(x.q, x.k, x.v, causal(pos, window), pos, scale).finish()[0]
 
+    # Dense attention outputs of all texts, the targets.
     o = jax.lax.map(whole, data)
 
     def step(carry: Any, row: Array) -> tuple[Any, Array]:

@@ -1,12 +1,12 @@
-"""Training Locret: heads that predict the attention of an answer to a token. No gradient goes through the model.
+"""Recipe of Locret: heads that predict the attention of an answer to a token. The model gets no gradient.
 
-A text's last tokens are its answer. What a token before it is worth to a kv head is the largest logit that the head's
-queries give it there, y_i = max over g, t of q_gt . k_i / sqrt(D), and a head estimates it from the layer's input:
+A text's last tokens are its answer. The target of an earlier token at a kv head is the largest logit from the answer's
+queries, y_i = max over g, t of q_gt . k_i / sqrt(D), and a head estimates it from the layer's input:
 
     loss = mean SmoothL1(s_i - y_i) + smooth L mean (s_i - s_(i+1))^2
 
-Layers are trained one after the other, so the sum over L layers of the paper's second term is here L times a layer's.
-Source: Locret (2410.01805).
+Layers are trained one by one, so the paper's second term, a sum over L layers, is L times a layer's own here. Source:
+Locret (2410.01805).
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ from jkv.training.optimizer import adamw, advance
 
 @part
 class Recipe(trainer.Recipe):
-    """How estimates are trained: `warm` steps of each layer, each on a text whose last `answer` tokens ask.
+    """Recipe of estimates. The learning rate rises linearly for two thirds of the steps, then falls linearly to 0.
 
-    The rate rises for two thirds of the steps and falls to 0, both in a line; smooth: of neighbours' differences.
+    Attributes:
+        warm: Steps per layer, each on one text.
+        answer: Last tokens of a text, whose queries are predicted.
+        rate: Peak learning rate.
+        clip: Bound on each gradient entry.
+        smooth: Weight of the squared differences of neighbours.
     """
 
     warm: int = 3000
@@ -62,9 +67,9 @@ class Recipe(trainer.Recipe):
 
 @partial(jax.jit, static_argnames=("answer", "scale", "window"))
 def looked_for(data: Layer, answer: int, scale: float, window: int | None = None) -> tuple[Array, Array]:
-    """(y f32[N,H,T], bool[N,T]): the largest logit that the answer's queries give each token; which come before it.
+    """Compute the targets y f32[N,H,T], and the mask bool[N,T] of the tokens that have one.
 
-    A token that no such query sees, in a layer of a sliding window, is worth nothing to learn from.
+    A token has none if it is in the answer, or in a sliding-window layer if no answer query sees it.
     """
     t = jnp.arange(data.x.shape[1])
 
@@ -80,7 +85,15 @@ def looked_for(data: Layer, answer: int, scale: float, window: int | None = None
 
 
 def loss(gate: Estimate, x: Array, y: Array, asked: Array, smooth: float) -> Array:
-    """Of one text: x f[T,E], y f32[H,T], asked bool[T]; smooth: of the squared difference of neighbours."""
+    """Compute the loss of one text.
+
+    Args:
+        gate: The layer's estimate.
+        x: f[T,E], normed inputs.
+        y: f32[H,T], targets.
+        asked: bool[T], tokens that have a target.
+        smooth: Weight of the squared differences of neighbours.
+    """
     s = gate(x[None])[0]
     off = jnp.abs(s - y)
     near = jnp.where(off < 1, off * off / 2, off - 0.5)
@@ -90,7 +103,7 @@ def loss(gate: Estimate, x: Array, y: Array, asked: Array, smooth: float) -> Arr
 
 
 def _mean(x: Array, where: Array) -> Array:
-    """Of x f32[H,T] where bool[T]."""
+    """Average x f32[H,T] where bool[T]."""
     count = x.shape[0] * where.sum(dtype=jnp.float32)
     return jnp.where(where[None], x, 0).sum() / jnp.maximum(count, 1)
 
@@ -99,7 +112,7 @@ def _mean(x: Array, where: Array) -> Array:
 def fit(
     gate: Estimate, data: Layer, key: Array, recipe: Recipe, scale: float, layers: int, window: int | None = None
 ) -> tuple[Estimate, Array]:
-    """A layer's estimate after `recipe.warm` steps, each of one text, and their losses."""
+    """Train a layer's estimate for `recipe.warm` steps, each on one text; also return the losses."""
     tune: Any = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
     y, asked = looked_for(data, recipe.answer, scale, window)
 

@@ -1,4 +1,7 @@
-"""Training what a store evicts by: whether a conversation goes on, by its last tokens (LPC, NeurIPS 2025)."""
+"""Recipe of LPC: predict from a prompt's last tokens whether its conversation continues.
+
+The predictor orders prefix cache eviction. Source: Learned Prefix Caching, NeurIPS 2025.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from jkv.io import array_file
 from jkv.prefix_cache.store_eviction import LAST, WORDS, Learned, pairs, size
 from jkv.training.optimizer import adamw, advance, cosine
 
-BATCH, DECAY = 256, 10.0  # prompts of a step; of the weights, as of AdamW
-HELD, PAUSES = 0.1, 512  # the share of conversations that is not trained on; pauses that are kept
+BATCH, DECAY = 256, 10.0  # prompts per step; AdamW's weight decay
+HELD, PAUSES = 0.1, 512  # share of held-back conversations; stored quantiles of pauses
 Arrays = dict[str, Any]
 
 
 def drawn(width: int, share: float, seed: int) -> Arrays:
-    """Weights to begin with, of which all prompts get the odds `share`, nearly: pairs of tokens say nothing yet."""
+    """Initialize weights so that all prompts have about the probability `share`; token pairs have no effect yet."""
     rng = np.random.default_rng(seed)
     draw = lambda n: rng.normal(0, 0.5, n).astype(np.float32)  # noqa: E731
     return {
@@ -37,7 +40,13 @@ def drawn(width: int, share: float, seed: int) -> Arrays:
 
 
 def logits(w: Arrays, at: Array, sizes: Array) -> Array:
-    """f32[n] of prompts with pairs at i32[n,LAST] (-1: none) and sizes f32[n], as `Learned.odds` has them."""
+    """Compute the logits f32[n] of prompts as `Learned.odds` does.
+
+    Args:
+        w: The weights.
+        at: i32[n,LAST], hashed token pairs; -1 for none.
+        sizes: f32[n], features of the prompts' lengths.
+    """
     there = (at >= 0).astype(jnp.float32)
     seen = (w["pairs"][jnp.maximum(at, 0)] * there[..., None]).sum(1) / jnp.maximum(there.sum(1), 1)[:, None]
     hidden = jnp.maximum(seen + sizes[:, None] * w["size"][None] + w["bias"][None], 0)
@@ -45,16 +54,16 @@ def logits(w: Arrays, at: Array, sizes: Array) -> Array:
 
 
 def loss(w: Arrays, at: Array, sizes: Array, goes_on: Array) -> Array:
-    """Binary cross-entropy in nats."""
+    """Compute the binary cross-entropy in nats."""
     x = logits(w, at, sizes)
     return (jnp.logaddexp(0, x) - x * goes_on).mean()
 
 
 def split(visits: Sequence[Visit], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The places of prompts in three parts: two of a twentieth of the conversations each, and the rest.
+    """Split prompts by conversation into a twentieth for calibration, a twentieth for evaluation, and the rest.
 
-    A conversation has the prompts that are alike up to the first block behind what all of them begin with, as a system
-    prompt. ValueError for fewer than three.
+    Prompts belong to one conversation if they agree up to the first block after the prefix that all prompts share, such
+    as a system prompt. Raises ValueError for fewer than three conversations.
     """
     same = len(os.path.commonprefix([x.names for x in visits]))
     _, which = np.unique([x.names[: same + 1][-1] for x in visits], return_inverse=True)
@@ -69,12 +78,26 @@ def split(visits: Sequence[Visit], rng: np.random.Generator) -> tuple[np.ndarray
 def train(
     visits: Sequence[Visit], out: Path, steps: int = 1000, rate: float = 3e-2, width: int = 16, seed: int = 0
 ) -> dict[str, float]:
-    """Write the predictor of a trace to a file; what it says of conversations that it has not seen.
+    """Train the predictor on a trace, write it to a file, and evaluate it on held-back conversations.
 
-    A tenth of them is not trained on: the logits are divided by the temperature that fits one half of it best, and
-    `entropy`, in nats a prompt, is that of the other half; `entropy_of_mean` if all of it had the odds of its mean.
-    What is still open when the trace ends, within the longest pause but one in a hundred, is left out. ValueError for
-    a trace in which no conversation goes on, or none ends, or of fewer than three.
+    A tenth of the conversations is held back: one half fits the temperature that divides the logits, the other is
+    evaluated. Prompts within the 99th percentile of pauses before the end of the trace are left out, because their
+    conversations may still continue.
+
+    Args:
+        visits: The trace.
+        out: The file.
+        steps: Training steps.
+        rate: Peak learning rate.
+        width: Width of the network.
+        seed: Random seed.
+
+    Returns:
+        `prompts`, `continued` (share that continues), `entropy` in nats per prompt, `entropy_of_mean` (the entropy if
+        every prompt had the mean probability), `temperature`.
+
+    Raises:
+        ValueError: No conversation continues, none ends, or there are fewer than three.
     """
     waits = pauses(visits)
     known = visits[-1].at - (np.quantile(waits, 0.99) if len(waits) else 0)
@@ -82,6 +105,7 @@ def train(
     goes_on = continued(visits)[some].astype(np.float32)
     if not 0 < goes_on.sum() < len(goes_on):
         raise ValueError("in this trace no conversation goes on, or none ends: give a longer one")
+    # Features of each prompt.
     at = np.full((len(some), LAST), -1, np.int32)
     for row, i in enumerate(some):
         places = pairs(visits[i].ids)
@@ -101,6 +125,7 @@ def train(
         rows = rng.choice(rest, BATCH)
         w, moments = step(w, moments, at[rows], sizes[rows], goes_on[rows])
 
+    # Fit the temperature and fold it into the output weights.
     def entropy(rows: np.ndarray) -> Callable[[float], float]:
         x, y = np.asarray(logits(w, jnp.asarray(at[rows]), jnp.asarray(sizes[rows]))), goes_on[rows]
         return lambda t: float((np.logaddexp(0, x / t) - x / t * y).mean())

@@ -1,15 +1,15 @@
-"""Training a drafter: a small recurrent network learns what a frozen model says next, of its commonest words.
+"""Recipe of a ReDrafter-style drafter: a small recurrent network distilled from a frozen model's next tokens.
 
     loss = sum_k w_k (KL(p_{t+k} || q_k) + pull mean((u_k - u_{t+k})^2)) / sum_k w_k
     w_k = fall^(k - 1), k = 1 to `ahead`
 
-u_{t+k} are the model's last hidden numbers after token t + k, all of which it learns from at once, as in EAGLE
-(2401.15077). p_{t+k} is the model's distribution after token t + k, and q_k the drafter's, which has read u_t and the
-tokens up to t + k (`jkv.speculative.redrafter.Net`), both over the drafter's n words alone. The model's embedding and
-head are frozen, and no bytes of its. The texts go on as the model itself continues them, as those are what it will be
-asked to guess (DistillSpec, 2310.08461).
+u_{t+k} is the model's last hidden state after token t + k, which is learned directly too, as in EAGLE (2401.15077).
+p_{t+k} is the model's distribution after token t + k, and q_k the drafter's, which has read u_t and the tokens up to
+t + k (`jkv.speculative.redrafter.Net`), both over the drafter's n words only. The model's embedding and head are frozen
+and not stored in the drafter's file. The texts are continued by the model itself, because the drafter predicts
+generated text (DistillSpec, 2310.08461).
 
-The size decides the width: the largest whose matrices fit with 8 bits a weight and a step for each output.
+The file size decides the width: the largest whose matrices fit with 8 bits per weight and a scale per output.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from jkv.training.resumable_search import Measured
 from jkv.training.soft_cache_model import hidden
 from jkv.training.trainer import Told, Training
 
-HEADER, ENTRY = 4096, 128  # bytes of a file beside its arrays, and of each of them, at most
-TOGETHER = 32  # texts that are continued at once
+HEADER, ENTRY = 4096, 128  # most bytes of a file's header, and per array
+TOGETHER = 32  # texts continued per batch
 
 
 def stored(width: int, inner: int, words: int) -> int:
-    """Bytes of the file of a drafter of `inner` numbers for a model of `width`, at most."""
+    """Return the largest file size in bytes of a drafter of width `inner` for a model of width `width`."""
     arrays = packed(like(width, inner), np.arange(words))
     return HEADER + sum(x.nbytes + ENTRY for x in arrays.values())
 
 
 def inner(width: int, bytes: int, words: int) -> int:
-    """The most numbers of a drafter that fits into bytes; ValueError where not even one does."""
+    """Return the largest width of a drafter that fits into `bytes`; raises ValueError if width 1 does not fit."""
     least, most = 0, 1
     while stored(width, most, words) <= bytes:
         least, most = most, 2 * most
@@ -61,10 +61,9 @@ def inner(width: int, bytes: int, words: int) -> int:
 
 
 def start(width: int, inner: int, seed: int) -> Net:
-    """A drafter before its training, which says again what it read: O U = 1, or its best approximation.
+    """Initialize a drafter that repeats the state it read: O U = 1, or its best approximation.
 
-    The rest are normal numbers, of which a product has the size of what it multiplies; a third of that where several
-    are added up.
+    Other matrices are normal and preserve the size of their input; a third of that where several are summed.
     """
     rng, shapes = np.random.default_rng(seed), like(width, inner)
 
@@ -79,7 +78,7 @@ def start(width: int, inner: int, seed: int) -> Net:
 
 
 def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
-    """i32[n]: the tokens that texts have most often, by their ids; of equal ones the lowest; all, if n is more.
+    """Return the n most frequent tokens of texts, i32[n] sorted by id; ties go to the lowest id; all if n is larger.
 
     >>> commonest(Batch(ids=jnp.array([[5, 6, 6, 1, -1]]), pos=None), 9, 3).tolist()
     [1, 5, 6]
@@ -90,7 +89,7 @@ def commonest(texts: Batch, vocab: int, n: int) -> np.ndarray:
 
 
 def cut(texts: Batch, prompt: int) -> Batch:
-    """Texts of which those that are whole keep their first `prompt` tokens; 0: all.
+    """Cut texts without padding to their first `prompt` tokens; 0 cuts nothing.
 
     >>> cut(Batch(ids=jnp.array([[5, 6, 7], [8, 9, -1]]), pos=jnp.array([[0, 1, 2], [0, 1, -1]])), 1).ids.tolist()
     [[5, -1, -1], [8, 9, -1]]
@@ -101,13 +100,13 @@ def cut(texts: Batch, prompt: int) -> Batch:
 
 
 def pieces(texts: Batch) -> list[list[int]]:
-    """The texts that end early, as many together as are continued at once."""
+    """Return the indices of the texts that end early, in batches."""
     short = np.flatnonzero(np.asarray(texts.ids)[:, -1] < 0).tolist()
     return [short[i : i + TOGETHER] for i in range(0, len(short), TOGETHER)]
 
 
 def _after(params: Params, some: list[list[int]], new: int, heat: float, seed: int) -> np.ndarray:
-    """i[n,new]: what the model says after rows, -1 where it has ended."""
+    """Generate i[n,new] tokens after each row, -1 after its end."""
     made = generate(params, None, [*some], max_new_tokens=new, temperature=heat, seed=seed).tokens
     return np.array([[*row, *[-1] * (new - len(row))] for row in made if isinstance(row, list)])
 
@@ -115,9 +114,15 @@ def _after(params: Params, some: list[list[int]], new: int, heat: float, seed: i
 def continued(
     params: Params, texts: Batch, heat: float, seed: int, kept: Measured, say: Callable[[str], None]
 ) -> Batch:
-    """Texts, those that end early as the model continues them.
+    """Continue the texts that end early with the model.
 
-    heat: the temperature. `kept` has what a killed training has continued already.
+    Args:
+        params: The model.
+        texts: The texts.
+        heat: Sampling temperature.
+        seed: Random seed.
+        kept: Continuations generated so far, for resuming.
+        say: Progress callback.
     """
     ids = np.array(texts.ids)
     length = ids.shape[1]
@@ -135,7 +140,12 @@ def continued(
 
 @value
 class Lesson:
-    """What the model says of texts: u f16[B,T,E], its last hidden numbers, and its distributions over the words."""
+    """Teacher outputs for texts.
+
+    Attributes:
+        u: f16[B,T,E], the model's last hidden states, normalized.
+        teacher: Its distributions over the drafter's words.
+    """
 
     u: Array
     teacher: Teacher
@@ -143,7 +153,7 @@ class Lesson:
 
 @partial(jax.jit, static_argnames=("k",))
 def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
-    """Of the k likeliest words one by one; 0, or more than there are: of all."""
+    """Compute the teacher outputs with the k likeliest words; k = 0 or too large for all words."""
     x, words = hidden(params, batch)[0], len(ends.words)
     u = found(ends.back, family(params.config).head(ends.bare, x)[..., ends.some])
     return Lesson(u=u.astype(jnp.float16), teacher=teach(ends.bare, x, min(k or words, words)))
@@ -151,8 +161,13 @@ def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
 
 @part
 class Recipe(Rising):
-    """How a drafter is trained. ahead: the tokens that it guesses one after the other; fall: what the loss of each
-    weighs, of the one before; pull: what the distance of hidden numbers weighs."""
+    """Recipe of a drafter.
+
+    Attributes:
+        ahead: Tokens drafted one after the other.
+        fall: Weight of each draft token's loss, relative to the one before.
+        pull: Weight of the squared distance of hidden states.
+    """
 
     ahead: int = 2
     fall: float = 0.8
@@ -160,6 +175,7 @@ class Recipe(Rising):
 
     def loss(self, score: Net, params: Params, batch: Batch, teacher: Lesson, step: Array, key: Array) -> Told:
         h, kls, gaps = first(score, params, batch, teacher.u), [], []
+        # Unroll the drafter over the true tokens.
         for k in range(1, self.ahead + 1):
             token = shifted(batch.ids, k, -1)
             h = followed(score, params, h, token)
@@ -182,13 +198,15 @@ def _apart(bare: Params, u: Array, told: Teacher) -> Array:
 
 
 def first(net: Net, bare: Params, batch: Batch, u: Array) -> Array:
-    """h_0 f32[B,T,R] at every place, of u f[B,T,E]."""
+    """Compute the initial state h_0 f32[B,T,R] at every position from u f[B,T,E]."""
     before = jnp.stack([shifted(batch.ids, -j, -1) for j in range(NEWEST - 1)], -1)
     return begun(net, bare, u.astype(jnp.float32), before)
 
 
 def shifted(x: Array, by: int, filled: float) -> Array:
-    """[B,T,...]: what lies so many places later, or earlier; where the text has none, `filled`.
+    """Shift [B,T,...] so that each position has the value `by` positions later, or earlier if negative.
+
+    Positions outside the text are `filled`.
 
     >>> shifted(jnp.array([[1, 2, 3]]), 2, -1).tolist(), shifted(jnp.array([[1, 2, 3]]), -1, -1).tolist()
     ([[3, -1, -1]], [[-1, 1, 2]])
@@ -200,7 +218,12 @@ def shifted(x: Array, by: int, filled: float) -> Array:
 
 @dataclass(kw_only=True)
 class Guessing(Training):
-    """The training of a drafter, whose `params` are what it has of the model."""
+    """Training run of a drafter. `params` has the parts of the model that the drafter uses.
+
+    Attributes:
+        model: The teacher.
+        ends: The model's embedding and head for the drafter's words.
+    """
 
     model: Params
     ends: Ends
@@ -211,7 +234,7 @@ class Guessing(Training):
 
 @partial(jax.jit, static_argnames=("ahead",))
 def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) -> tuple[Array, Array]:
-    """bool[ahead,B,T]: whether the k-th guess is the model's likeliest token, and how likely that guess is."""
+    """Return bool[ahead,B,T], whether the k-th draft token is the model's likeliest, and its probability."""
     x = hidden(params, batch)[0]
     logits = family(params.config).head(params, x)
     p, best = jax.nn.softmax(logits, -1), logits.argmax(-1)
@@ -226,8 +249,12 @@ def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) ->
 
 
 def agreement(params: Params, net: Net, ends: Ends, texts: Batch, ahead: int) -> dict[str, list[float]]:
-    """How often the k-th guess, after the same text, is what the model says: its likeliest token (`greedy`), and one
-    that is drawn (`drawn`); means over the places that have one, k from 1 to `ahead`."""
+    """Measure how often the k-th draft token is what the model generates after the same text, for k = 1 to `ahead`.
+
+    Returns:
+        `greedy`: the share of draft tokens that are the model's likeliest; `drawn`: their mean probability. Averaged
+        over all positions that have a k-th next token.
+    """
     shares: list[list[np.ndarray]] = [[] for _ in range(2 * ahead)]
     for i in range(len(np.asarray(texts.ids))):
         one = rows(texts, [i])

@@ -1,11 +1,11 @@
-"""Training the dictionaries of S3-Attention: what few features restore the keys and the queries of a frozen model.
+"""Recipe of S3-Attention: sparse feature dictionaries of a frozen model's keys and queries.
 
-For a key, or a query of the kv head's group, x of a head before its rotation, x' what its features z restore,
+With x a head's key, or a query of its group, before rotation, and x' its reconstruction from its features z,
 
     loss = sum |x - x'|^2 / sum |x - mean|^2
 
-of some tokens drawn from each text: the share of the variance that is missed, so that heads, and keys and queries,
-count the same. Source: S3-Attention (2601.17702), from its abstract; sizes and steps are our own.
+over random tokens of each text: the unexplained share of the variance, so that heads, keys and queries count equally.
+Source: S3-Attention (2601.17702), from its abstract; sizes and steps are ours.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ from jkv.training.soft_cache_model import hidden
 
 @value
 class Seen:
-    """What the heads of N layers have of texts, before its rotation: k f16[B,N,H,T,D], q f16[B,N,H,G,T,D]."""
+    """Un-rotated keys and queries of N layers.
+
+    Attributes:
+        k: f16[B,N,H,T,D], keys.
+        q: f16[B,N,H,G,T,D], queries.
+    """
 
     k: Array
     q: Array
 
     def sides(self, at: Array) -> tuple[Array, Array]:
-        """f32[N,H,B*n,D] and f32[N,H,B*G*n,D]: the keys and queries of tokens i32[B,n]."""
+        """Gather keys f32[N,H,B*n,D] and queries f32[N,H,B*G*n,D] of tokens i32[B,n]."""
         k = jnp.take_along_axis(self.k, at[:, None, None, :, None], 3)
         q = jnp.take_along_axis(self.q, at[:, None, None, None, :, None], 4)
         found = (jnp.moveaxis(x, 0, 2).astype(jnp.float32) for x in (k, q))
@@ -46,14 +51,23 @@ class Seen:
 
 @partial(jax.jit, static_argnames=("layers",))
 def seen(params: Params, batch: Batch, layers: tuple[int, ...]) -> Seen:
-    """What these layers have of texts, each of which is read whole."""
+    """Compute the un-rotated keys and queries of some layers."""
     memos = hidden(params.first(layers[-1] + 1), batch, lambda i, a, age: (jnp.zeros((1, 1, 1, 1)), (a.k, a.q)))[1]
     k, q = (jnp.stack([memos[i][side] for i in layers], 1).astype(jnp.float16) for side in (0, 1))
     return Seen(k=k, q=q)
 
 
 def start(params: Params, texts: Batch, layers: tuple[int, ...], features: int, active: int, key: Array) -> Dictionary:
-    """Directions drawn at random, read as they are written; in the middle of what the first text has."""
+    """Initialize random unit directions, equal for encoding and decoding, centred on the first text's means.
+
+    Args:
+        params: The model.
+        texts: The texts.
+        layers: Numbers of the layers, ascending.
+        features: Number F of features per kv head.
+        active: Features that a key or a query has.
+        key: Random key.
+    """
     c = params.config
     drawn = jax.random.normal(key, (len(layers), c.heads, features, c.head_dim))
     unit = drawn / jnp.linalg.norm(drawn, axis=-1, keepdims=True)
@@ -65,25 +79,31 @@ def start(params: Params, texts: Batch, layers: tuple[int, ...], features: int, 
 
 
 def missed(own: Dictionary, x: Array, of: int) -> Array:
-    """f32[]: the share of the variance of a head's keys or queries x f[n,D] that their features do not restore."""
+    """Compute the unexplained share f32[] of the variance of a head's keys or queries x f[n,D]."""
     gap = jnp.square(x - own.restored(own.features(x, of), of)).sum()
     return gap / jnp.square(x - x.mean(0, keepdims=True)).sum()
 
 
 def both(gate: Dictionary, sides: tuple[Array, Array]) -> tuple[Array, Array]:
-    """f32[N,H] each: `missed` of the keys and of the queries of all heads."""
+    """Compute `missed` of the keys and of the queries of all heads, f32[N,H] each."""
     k, q = (jax.vmap(jax.vmap(partial(missed, of=of)))(gate, x) for of, x in zip((KEYS, QUERIES), sides, strict=True))
     return k, q
 
 
 @part
 class Recipe(trainer.Recipe):
-    """How a dictionary is trained: `steps` on `tokens` tokens of each text; the rate falls by a cosine."""
+    """Recipe of a dictionary. The learning rate falls in a cosine.
+
+    Attributes:
+        tokens: Tokens drawn per text and step.
+        layers: Numbers of the layers.
+        warm: 0, as no layer is trained alone.
+    """
 
     tokens: int = 256
     layers: tuple[int, ...] = ()
 
-    warm: ClassVar[int] = 0  # no layer is trained alone
+    warm: ClassVar[int] = 0
 
     def tune(self) -> Any:
         return adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip)
@@ -100,7 +120,7 @@ class Recipe(trainer.Recipe):
         return (k + q) / 2, {"loss": (k + q) / 2, "keys": k, "queries": q}
 
     def explained(self, params: Params, texts: Batch, score: Featured) -> dict[str, Any]:
-        """The share that is missed of each layer's keys and queries, a mean over heads and texts."""
+        """Return the unexplained share of each layer's keys and queries, averaged over heads and texts."""
         each = []
         for i in range(texts.ids.shape[0]):
             one = rows(texts, [i])

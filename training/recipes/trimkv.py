@@ -1,7 +1,7 @@
-"""Training TRIM-KV: a gate that predicts how slowly a new token decays.
+"""Recipe of TRIM-KV: a gate that predicts how slowly a token's importance decays.
 
-Attention of a query to a key of age a has a log beta on its logit, and what is held of all tokens, each faded by its
-age, is to fit the budget.
+Attention to a key of age a has a log beta added to its logit, and the sum of all tokens, each decayed by its age,
+should fit the budget.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from jkv.training.soft_cache_model import Bias
 
 @value
 class Held:
-    """total f32[B,H,n]: what a head holds at a query t, the sum of beta_i^(t-i) over the tokens i that t sees; at
-    i32[B,n]: the age of the oldest of them, which is t but in a sliding window, and -1 in the padding."""
+    """What a head holds at each query.
+
+    Attributes:
+        total: f32[B,H,n], the sum of beta_i^(t-i) over the tokens i that query t sees.
+        at: i32[B,n], the age of the oldest of these, which is t except in a sliding window; -1 for padding.
+    """
 
     total: Array
     at: Array
@@ -33,10 +37,14 @@ class Held:
 
 @part
 class Recipe(layerwise.Recipe):
-    """How a gate is trained for `budget` tokens a head.
+    """Recipe of a gate.
 
-    The rate of the whole model's steps rises in `rise` of them, or a tenth, and falls in a cosine to 1e-6; decay: of
-    the matrices.
+    The learning rate of the steps rises, then falls in a cosine to 1e-6.
+
+    Attributes:
+        budget: Tokens per head.
+        rise: Warm-up steps, at most a tenth of all steps.
+        decay: Weight decay of the matrices.
     """
 
     budget: int
@@ -50,11 +58,11 @@ class Recipe(layerwise.Recipe):
         return fading(score)
 
     def told(self, kl: Array, ce: Array) -> Array:
-        """Half of each. Source: TRIM-KV (2512.03324)."""
+        """Return the mean of both. Source: TRIM-KV (2512.03324)."""
         return (kl + ce) / 2
 
     def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
-        """The capacity loss: the mean of what is over capacity in a head at a query."""
+        """Compute the capacity loss: the mean excess over capacity of a head at a query."""
         parts = [over_capacity(memo.total, memo.at[:, None], self.budget) for memo in memos]
         cap = sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)
         return cap, {"capacity": cap}
@@ -62,16 +70,16 @@ class Recipe(layerwise.Recipe):
 
 @part
 class Together(Recipe):
-    """`budget` tokens a head on average: all heads of all layers are over capacity together, or not.
+    """Recipe with one budget for all heads of all layers, `budget` tokens per head on average.
 
-    The gate's last product and offset are one for all layers. Source: Make Each Token Count (2605.09649).
+    The gate's output weights and offset are shared by all layers. Source: Make Each Token Count (2605.09649).
     """
 
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
         return fading(replace(score, gate=tied(score.gate)))
 
     def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
-        """The mean of the positive (S_t - L H M) / max(L H (t - M), 1), S_t summed over all layers and heads."""
+        """Compute the mean of the positive (S_t - L H M) / max(L H (t - M), 1), S_t over all layers and heads."""
         heads = sum(memo.total.shape[1] for memo in memos)
         every = jnp.stack([memo.total.sum(1) for memo in memos]).sum(0)
         total, count = over_capacity(every, memos[0].at, self.budget, heads)
@@ -80,20 +88,20 @@ class Together(Recipe):
 
 
 def tied(gate: Deep) -> Deep:
-    """A gate whose layers share the mean of their last products and offsets: those stay equal that began so."""
+    """Share the mean output weights and offsets among a gate's layers, so that equal ones stay equal in training."""
     out, offset = (jnp.broadcast_to(x.mean(0, keepdims=True), x.shape) for x in (gate.out, gate.offset))
     return replace(gate, out=out, offset=offset)
 
 
 def is_tied(gate: Any) -> bool:
-    """Whether all layers have the same last product and offset, so that `tied` changes nothing."""
+    """Return whether all layers have the same output weights and offset, so that `tied` changes nothing."""
     return all(bool((x == x[:1]).all()) for x in (gate.out, gate.offset))
 
 
 def fading(score: Any) -> Bias:
-    """The bias of TRIM-KV: every key's logit + age * log beta, in float32; the memo is what is `Held` by then.
+    """Return TRIM-KV's bias: each key's logit + age * log beta, in float32; the memo is `Held`.
 
-    Source: 2512.03324. The token itself has age 0 and loses nothing; beta 1 is plain attention.
+    The token itself has age 0 and loses nothing; beta 1 is plain attention. Source: 2512.03324.
     """
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Held]:

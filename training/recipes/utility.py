@@ -1,12 +1,12 @@
-"""Training what `utility` keeps: what a question may look up, and what the next lines need, in one contest.
+"""Recipe of `utility`: weigh tokens that questions may look up against tokens that the next lines need.
 
-A token of age n is worth
+A token of age n has the score
 
     s = log(exp(r) + exp(level) beta^n)
 
-nats to a kv head, where r is KVzap's and beta TRIM-KV's. Either was trained alone, so neither says what one of its
-nats is worth beside another head's or the other's: that is learned by suffix distillation. The hidden numbers of both
-stay as they are; how each kv head weighs them, its offsets and its level move.
+in nats at a kv head, with r from KVzap and beta from TRIM-KV. Each was trained alone, so their nats are not comparable
+between heads or with each other. Suffix distillation learns that: the hidden layers of both stay fixed, and the output
+weights of each kv head, the offsets and the levels are trained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jkv.training.recipes.kvzap import of_layer
 
 @part
 class Recipe(suffix.Recipe):
-    """How both gates are weighed, head by head."""
+    """Recipe of the output weights, offsets and levels of both gates."""
 
     def worth(self, score: Utility, held: suffix.Prefix, live: Array) -> Array:
         size, at = live.sum(1, keepdims=True), jnp.cumsum(live, 1) - 1
@@ -50,13 +50,22 @@ class Recipe(suffix.Recipe):
 
 
 def _weighed(gate: Twofold) -> Twofold:
-    """The same, whose first products learn nothing."""
+    """Return the gate with its first layers excluded from the gradient."""
     names = ("into", "bias", "fade_into", "fade_bias")
     return replace(gate, **{name: jax.lax.stop_gradient(getattr(gate, name)) for name in names})
 
 
 def begun(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
-    """The gates that two folders hold; ValueError for those of another kind, or of another model."""
+    """Load the gates of two folders, of `jkv train kvzap` and `jkv train trimkv`.
+
+    Args:
+        params: The model.
+        foreseen: Folder of KVzap's surrogates.
+        fading: Folder of TRIM-KV's gate, or None for the one that comes with jkv.
+
+    Raises:
+        ValueError: `foreseen` is None, or a folder has another kind of gate or is for another model.
+    """
     if foreseen is None:
         raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
     c, looks = params.config, Repeated().of(str(foreseen)).bound(params)

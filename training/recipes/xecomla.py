@@ -1,16 +1,16 @@
-"""Models with keys and values of their own as models of latents (X-EcoMLA, 2503.11132).
+"""Conversion of a model's keys and values to latents (X-EcoMLA, 2503.11132).
 
     [W_K; W_V] = U S V^T,  W_DKV = S_r V_r^T [r, E],  W_UK, W_UV = the rows of U_r,  W_R = the mean of the heads' W_K
 
-The joint factors are those of least squared error of rank r (Eckart and Young), over the channels of keys that have no
-position and all of values. The others, `turned` channels of every head, become one rotated key that all heads share.
-A token then has r + turned numbers, instead of 2 H D.
+The joint factors have the least squared error at rank r (Eckart and Young), over the un-rotated channels of keys and
+all channels of values. The other `turned` channels of every head become one rotated key that all heads share. A token
+then takes r + turned numbers instead of 2 H D.
 
-Nothing is lost where r is the rank, the channels without position did not turn, and the heads' W_K are equal in those
-that do. In any other model the mean and the missing turns lose much, so the model is then trained.
+The conversion is exact if r is the rank, the un-rotated channels did not rotate before, and the heads' W_K are equal in
+the rotated ones. In other models the mean and the missing rotations lose much, so the model is then trained.
 
-`turned` channels are whole pairs here, those that turn fastest, with their own frequencies: slow ones lose least by
-standing still. The authors take the last channels of a head, of each pair the second, and other frequencies.
+Here the `turned` channels are whole pairs, the fastest ones, with their own frequencies, because slow ones lose least
+without rotation. The authors take the last channels of a head, the second of each pair, and other frequencies.
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ from jkv.models.weights.linear import forms
 FAMILY = "mla"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 OWN = ("model_type", "architectures", "num_key_value_heads", "head_dim", *ROPE)
-PARTS = ("embed", "project", "layer", "head")  # of a family, which convert if they are those of llama
+PARTS = ("embed", "project", "layer", "head")  # functions of a family; it converts if they are llama's
 CHANGED = {"family", "heads", "groups", "head_dim", "ropes", "latent"}
 
 
 def config_of(hf: Mapping[str, Any], rank: int, turned: int, queries: int | None) -> dict[str, Any]:
-    """The config dict of the model of latents, given the model's own.
+    """Build the config dict of the latent model.
 
-    Its base of the rotation is theta^(turned / D), as theta^(turned / D * -2i / turned) = theta^(-2i / D).
-    ValueError for a model that is no such model, and for numbers that do not fit it.
+    The rope base becomes theta^(turned / D), because theta^(turned / D * -2i / turned) = theta^(-2i / D).
+
+    Args:
+        hf: Config dict of the original model.
+        rank: Rank r of the latents.
+        turned: Channels of the shared rotated key.
+        queries: Rank of the query projection, or None to leave it whole.
+
+    Raises:
+        ValueError: The model cannot be converted, or a number does not fit it.
     """
     c = read_config(hf)
     most = min(c.heads * (2 * c.head_dim - turned), c.width)
@@ -72,7 +80,7 @@ def _built_as_llama(name: str) -> bool:
 
 
 def _check(c: ModelConfig, made: ModelConfig, turned: int) -> None:
-    """ValueError where the model would have another function for a reason that is none of latents."""
+    """Raise ValueError if the converted model would differ from the original in anything but latents."""
     differ = [f.name for f in fields(c) if f.name not in CHANGED and getattr(c, f.name) != getattr(made, f.name)]
     if differ:
         raise ValueError(f"xecomla: a model of latents cannot have the {differ[0]} of this {c.family} model")
@@ -84,9 +92,10 @@ def _check(c: ModelConfig, made: ModelConfig, turned: int) -> None:
 
 
 def converted(params: Params, made: Mapping[str, Any]) -> Params:
-    """The model of latents of a config that `config_of` gave; ValueError for weights that are kept in codes.
+    """Convert weights to the latent model of a config from `config_of`.
 
-    Computed in float64; everything but the attention is the model's own. q_h W is cut to rank `q_lora_rank` likewise.
+    Computed in float64; only the attention changes. The query projection is cut to rank `q_lora_rank` likewise. Raises
+    ValueError for quantized weights.
     """
     if forms(params) not in DTYPES:
         raise ValueError(f"xecomla: weights are {forms(params)}; load the model without weights=")
@@ -96,7 +105,7 @@ def converted(params: Params, made: Mapping[str, Any]) -> Params:
 
 def _layer(w: Mapping[str, Any], old: ModelConfig, c: ModelConfig) -> dict[str, Any]:
     rest = {name: x for name, x in w.items() if name != "qkv"}
-    # with one kv head there is one piece, where each of several had its own
+    # one piece for all, as the latent model has one kv head
     rest["gate_up"] = w["gate_up"].swapaxes(0, 1).reshape(1, 2, c.hidden, c.width)
     return rest | _attention(w, old, c)
 
@@ -109,8 +118,9 @@ def _attention(w: Mapping[str, Any], old: ModelConfig, c: ModelConfig) -> dict[s
     turned = np.concatenate([first, first + d // 2])
     plain = np.setdiff1d(np.arange(d), turned)
     k, v = qkv[:, g], qkv[:, g + 1]
+    # Joint factors of un-rotated keys and values.
     up, down = factors(np.concatenate([k[:, plain], v], 1).reshape(-1, width), m.rank)
-    up = np.repeat(up.reshape(h, -1, m.rank), g, 0)  # query heads of a kv head have the same
+    up = np.repeat(up.reshape(h, -1, m.rank), g, 0)  # repeated for the query heads of each kv head
     made = {
         "kv": np.concatenate([down, k[:, turned].mean(0)]),
         "key": up[:, : m.plain],
@@ -122,7 +132,7 @@ def _attention(w: Mapping[str, Any], old: ModelConfig, c: ModelConfig) -> dict[s
 
 
 def factors(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """U [out, r] and S V^T [r, in] of a matrix: its product of rank r of least squared error.
+    """Factor a matrix into U [out, r] and S V^T [r, in], its best rank-r approximation by squared error.
 
     >>> up, down = factors(np.array([[3.0, 0.0], [0.0, 1.0]]), 1)
     >>> (up @ down).round(9).tolist()
@@ -133,6 +143,6 @@ def factors(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(params: Params) -> dict[str, Any]:
-    """What is trained: the whole model, as the authors do."""
+    """Return the trained parts: the whole model, as in the paper."""
     parts = {name: getattr(params, name) for name in ("embed", "layers", "norm", "head")}
     return {name: x for name, x in parts.items() if x is not None}

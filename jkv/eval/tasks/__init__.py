@@ -1,6 +1,6 @@
-"""All tasks: those of RULER, of NIAH and of sessions with several questions."""
+"""Synthetic tasks: RULER, needle in a haystack, and multi-question sessions."""
 
-from jkv.eval.tasks import niah, ruler, scbench  # noqa: F401 - they put their rows into TASKS
+from jkv.eval.tasks import niah, ruler, scbench  # noqa: F401 - importing registers their tasks in TASKS
 from jkv.eval.tasks.registry import (
     TASKS,
     Count,

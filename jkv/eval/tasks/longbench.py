@@ -1,4 +1,4 @@
-"""The scores of LongBench's English tasks (2308.14508), as kvpress 0.5.5 computes them."""
+"""Metrics of LongBench's English tasks (2308.14508), as computed by kvpress 0.5.5."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _f1(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """2PR / (P + R + 1e-8) of different words: those in a longest common subsequence of any two sentences.
+    """Compute ROUGE-L, 2PR / (P + R + 1e-8), over the distinct words in common subsequences.
 
-    P is their share of the prediction's words, R of the answer's; sentences end at full stops. Source: Lin (2004), as
-    the package rouge 1.0.1 has it.
+    A common word is in a longest common subsequence of any sentence of each text. P is their share of the prediction's
+    words, R of the answer's; sentences end at full stops. Source: Lin (2004), as in the package rouge 1.0.1.
 
     >>> round(rouge_l("the cat sat. it slept", "the dog sat"), 3)
     0.5
@@ -33,7 +33,7 @@ def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
 
 
 def _subsequence(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    """A longest common subsequence; of several, the one that is found from the ends, leaving out words of b first."""
+    """Return a longest common subsequence; ties are resolved from the ends, dropping words of b first."""
     size = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a):
         for j, y in enumerate(b):
@@ -51,9 +51,10 @@ def _subsequence(a: Sequence[str], b: Sequence[str]) -> list[str]:
 
 
 def _class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes that are named, if the answer is among them.
+    """Return one over the number of classes named, if the answer is among them.
 
-    A class within the answer's name counts as named by it; as in the authors' code, the one after it is not looked at.
+    A class whose name is contained in the answer's name does not count. As in the authors' code, the class after a
+    dropped one is not checked.
     """
     named, i = [c for c in classes if c in prediction], 0
     while i < len(named):
@@ -64,14 +65,14 @@ def _class(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def _number(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """The share of the numbers that are said which are the answer's."""
+    """Return the share of the prediction's numbers that equal the answer's number."""
     said = re.findall(r"\d+", prediction)
     right = re.search(r"\d+", answer)
     return said.count(right[0]) / len(said) if said and right else 0.0
 
 
 def _code(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """The likeness, in hundredths, of the answer and the first line that is no comment."""
+    """Return the similarity of the answer and the prediction's first non-comment line, rounded to hundredths."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else float(line == answer)
@@ -85,11 +86,17 @@ METRICS: dict[str, Metric] = {
     **dict.fromkeys(("passage_count", "passage_retrieval_en"), _number),
     **dict.fromkeys(("lcc", "repobench-p"), _code),
 }
-LINE = ("trec", "triviaqa", "samsum")  # the first line is the answer
+LINE = ("trec", "triviaqa", "samsum")  # tasks that score the first line only
 
 
 def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """0..1: of the answer that fits best.
+    """Score a prediction from 0 to 1 against its best matching answer.
+
+    Args:
+        task: Name of the task.
+        prediction: The generated text.
+        answers: Right answers.
+        classes: Class names of a classification task.
 
     >>> score("trec", "Location\\nType: Human", ["Location"], ["Location", "Human"])
     1.0

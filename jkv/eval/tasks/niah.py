@@ -1,4 +1,4 @@
-"""Needle in a haystack, the classic: one sentence at a chosen depth of running prose."""
+"""Needle in a haystack: one sentence at a chosen depth of running prose."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ DEPTHS = 11  # 0%, 10% .. 100%
 
 
 def needle(rng: np.random.Generator, length: int, depth: float, count: Count, source: str = "pydoc") -> Example:
-    """A prompt of at most `length` tokens, its needle at `depth`: 0 is the first sentence of the prose, 1 the last.
+    """Build a prompt of at most `length` tokens with one needle.
 
-    source: the corpus of the prose.
+    Args:
+        rng: Random generator.
+        length: Most tokens of the prompt.
+        depth: Place of the needle: 0 is the first sentence of the prose, 1 the last.
+        count: Counts tokens.
+        source: Corpus of the prose.
 
-    Raises ValueError for a depth outside 0..1 and for a length that the needle does not fit.
+    Raises:
+        ValueError: `depth` is outside 0..1, or the needle does not fit `length`.
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth}: a fraction from 0 (start) to 1 (end); for 50% give 0.5")
@@ -37,5 +43,5 @@ def needle(rng: np.random.Generator, length: int, depth: float, count: Count, so
 
 @task("niah", new=16, score=string_match_all)
 def niah(rng: np.random.Generator, length: int, count: Count, source: str = "pydoc") -> Example:
-    """One needle in prose, at one of eleven even depths."""
+    """One needle in prose, at one of eleven evenly spaced depths."""
     return needle(rng, length, int(rng.integers(DEPTHS)) / (DEPTHS - 1), count, source)

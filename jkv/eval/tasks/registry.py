@@ -1,4 +1,4 @@
-"""The registry of tasks: a function that makes a prompt and knows the answer, and a decorator."""
+"""Task registry: examples, tasks, scores, and fitting a prompt to a length."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prompt: a long context that could be shared, a question about it, how the answer starts, what is right.
+    """A prompt: a long context that could be shared, a question about it, and the start of the answer.
 
-    The three texts are one after the other as they stand; `prefix` is put in the assistant's mouth.
+    The three texts are concatenated as they are; in a chat, `prefix` begins the assistant's turn.
+
+    Attributes:
+        context: The context.
+        question: The question.
+        prefix: Start of the answer.
+        answers: Right answers.
+        meta: Properties of the example, such as depths and needles.
     """
 
     context: str
@@ -36,17 +43,27 @@ class Example:
 
     @property
     def prompt(self) -> str:
+        """The whole prompt as plain text."""
         return self.context + self.question + self.prefix
 
     @property
     def gold(self) -> str:
-        """What a perfect model says after the prompt."""
+        """The right continuation of the prompt."""
         return f" {listed(self.answers)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row: `make(rng, length, count)` gives an Example of at most `length` tokens, the answer not counted."""
+    """A task.
+
+    Attributes:
+        name: Name in `TASKS`.
+        suite: "ruler", "niah" or "shared".
+        new: Most tokens of an answer.
+        make: make(rng, length, count) builds an Example of at most `length` tokens, without the answer.
+        score: Scores a prediction.
+        about: One-line description.
+    """
 
     name: str
     suite: str  # "ruler" | "niah" | "shared"
@@ -60,7 +77,13 @@ TASKS: dict[str, Task] = {}
 
 
 def task(suite: str, new: int, score: Score) -> Callable[[Callable[..., Example]], Callable[..., Example]]:
-    """Adds the row of a function, under its name."""
+    """Register the decorated function as a task under its name, described by the first line of its docstring.
+
+    Args:
+        suite: Suite of the task.
+        new: Most tokens of an answer.
+        score: Scores a prediction.
+    """
 
     def add(make: Callable[..., Example]) -> Callable[..., Example]:
         about = (inspect.getdoc(make) or "").split("\n")[0]
@@ -71,7 +94,7 @@ def task(suite: str, new: int, score: Score) -> Callable[[Callable[..., Example]
 
 
 def find(table: dict[str, T], name: str) -> T:
-    """The row of a name; ValueError with the nearest name if there is none."""
+    """Return the entry of a name; raises ValueError with the closest name if it does not exist."""
     if name not in table:
         near = difflib.get_close_matches(name, table, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(table)}"
@@ -80,7 +103,7 @@ def find(table: dict[str, T], name: str) -> T:
 
 
 def draw(name: str, make: Callable[..., T], length: int, samples: int, seed: int, count: Count) -> list[T]:
-    """`samples` results of `make`, each with a random stream of its own that (seed, name, index) determine."""
+    """Call `make` for each of `samples` samples, with a random stream that depends on (seed, name, index) only."""
     if length < 1 or samples < 1 or seed < 0:
         raise ValueError(f"length={length}, samples={samples}, seed={seed}: 1 or more, 1 or more, and 0 or more")
     try:
@@ -91,9 +114,9 @@ def draw(name: str, make: Callable[..., T], length: int, samples: int, seed: int
 
 
 def examples(name: str, length: int, samples: int, seed: int, count: Count) -> list[Example]:
-    """`samples` prompts of a task, the same for the same arguments; more samples keep the first ones as they are.
+    """Build `samples` prompts of a task, deterministically; more samples extend the list without changing it.
 
-    `meta` says seed, sample and length. Raises ValueError for an unknown task and for a length that it does not fit.
+    `meta` has seed, sample and length. Raises ValueError for an unknown task or a length that is too short for it.
 
     >>> one, two = examples("niah_single_1", length=400, samples=2, seed=0, count=lambda text: len(text) // 4)
     >>> one.question.strip(), one.prefix, one.answers[0] in one.context, one.answers == two.answers
@@ -115,10 +138,21 @@ def fit(
     least: int,
     text: Callable[[T], str],
 ) -> T:
-    """The largest `build(rng, n)`, n >= `least` units of filler, whose `text` has at most `length` tokens.
+    """Find the largest `build(rng, n)` whose text has at most `length` tokens.
 
-    It stops early within 1% of `length`. Every trial gets the same random stream. Units should be small and cost about
-    the same: then three or four trials do. Raises ValueError if the least is too much.
+    The search stops within 1% of `length`. All trials use the same random stream. With small units of similar cost it
+    takes three or four trials.
+
+    Args:
+        build: Builds a text with n units of filler.
+        rng: Random generator.
+        length: Most tokens.
+        count: Counts tokens.
+        least: Least n.
+        text: Returns the text that is counted.
+
+    Raises:
+        ValueError: The smallest text is too long.
 
     >>> rng = np.random.default_rng(0)
     >>> len(fit(lambda rng, n: "word " * n, rng, 1000, len, least=1, text=str))
@@ -130,15 +164,16 @@ def fit(
         made = build(np.random.default_rng(seed), n)
         return made, count(text(made))
 
+    # Interpolate between the largest size that fits and the smallest that does not.
     best, used = trial(least)
     if used > length:
         raise ValueError(f"{length} tokens are too few, the smallest takes {used}: give a length of {used * 11 // 10}")
-    low, high, tries = least, None, 0  # `low` units fit, `high` do not
+    low, high, tries = least, None, 0  # `low` units fit, `high` units do not
     guess = least + 8
     while used < 0.99 * length and (high is None or high - low > 1):
         made, size = trial(guess)
         tries += 1
-        # What a unit costs, by this trial and the best: the next one aims at the middle of the last percent.
+        # Tokens per unit from this trial and the best one; aim at the middle of the last percent.
         slope = max((size - used) / (guess - low), 1e-3)
         if size <= length:
             best, used, low = made, size, guess
@@ -146,14 +181,14 @@ def fit(
             high = guess
         aim = low + int((0.995 * length - used) / slope)
         if high is None:
-            guess = min(max(low + 1, aim), 32 * (low + 8))  # a few units may say little about the slope
+            guess = min(max(low + 1, aim), 32 * (low + 8))  # bounded, as few units estimate the slope poorly
         else:
             guess = min(max(low + 1, aim), high - 1) if tries < 8 else (low + high) // 2
     return best
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's score: the share of answers that are within the prediction, in any case.
+    """Return RULER's score: the share of answers contained in the prediction, case-insensitive.
 
     >>> string_match_all("A, C.", ["a", "b", "c", "d"])
     0.5
@@ -162,12 +197,12 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
 
 
 def string_match_part(prediction: str, answers: Sequence[str]) -> float:
-    """RULER's score for questions: 1 if any answer is within the prediction, in any case."""
+    """Return RULER's score for questions: 1 if any answer is contained in the prediction, case-insensitive."""
     return float(any(answer.lower() in prediction.lower() for answer in answers))
 
 
 def first_integer(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the first integer of the prediction is an answer.
+    """Return 1 if the first integer of the prediction is an answer.
 
     >>> first_integer("it is 12, not 13", ["12"]), first_integer("-12", ["12"])
     (1.0, 0.0)
@@ -177,7 +212,7 @@ def first_integer(prediction: str, answers: Sequence[str]) -> float:
 
 
 def first_word(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the first word of the prediction is an answer, whatever its case and the marks around it.
+    """Return 1 if the first word of the prediction is an answer, ignoring case and punctuation.
 
     >>> first_word(" 'Torabu', I think", ["torabu"])
     1.0
@@ -186,7 +221,7 @@ def first_word(prediction: str, answers: Sequence[str]) -> float:
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """The best harmonic mean of precision and recall of words, without case, marks and articles.
+    """Return the best F1 of words over the answers, ignoring case, punctuation and articles.
 
     >>> token_f1("The red house", ["red barn"])
     0.5
@@ -195,7 +230,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def none_named(prediction: str, answers: Sequence[str]) -> float:
-    """For a question that has no answer: 1 if something is said and none of `answers`, which would be made up.
+    """Return 1 if the prediction is not empty and contains none of `answers`, for a question without an answer.
 
     >>> none_named("It is not there.", ["42"]), none_named("42", ["42"]), none_named("", ["42"])
     (1.0, 0.0, 0.0)

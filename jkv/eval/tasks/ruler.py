@@ -1,4 +1,4 @@
-"""The 13 tasks of RULER (2404.06654) in our own words: comparable with each other, not with published numbers."""
+"""The 13 tasks of RULER (2404.06654), reworded: comparable with each other, not with published numbers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from jkv.eval.tasks.words import (
     vocabulary,
 )
 
-DEPTHS = 40  # evenly spaced, the first at the start and the last at the end
-LONG = 4096  # tokens from which cwe repeats its words as often as RULER does
+DEPTHS = 40  # evenly spaced, from the start to the end
+LONG = 4096  # length from which cwe repeats its words as often as RULER does
 
 
 def _needles(
@@ -40,9 +40,15 @@ def _needles(
     others: int = 0,
     values: int = 1,
 ) -> Example:
-    """`asked` keys of `values` values each and `others` that are not asked for, in a haystack of one of three kinds.
+    """Build a prompt with needles in a haystack.
 
-    `hay` is "line" (one line again and again), "prose", or "needles" (nothing but needles of other keys).
+    Args:
+        hay: "line" (one line repeated), "prose", or "needles" (only needles with other keys).
+        key: Kind of the keys: "word", "number" or "uuid".
+        value: Kind of the values: "number" or "uuid".
+        asked: Keys that are asked for.
+        others: Keys that are not asked for.
+        values: Values per key.
     """
     kind = {"number": "number", "uuid": "code"}[value]
 
@@ -50,6 +56,7 @@ def _needles(
         return {"word": keys, "number": lambda r, k: numbers(r, k, 7), "uuid": uuids}[form](rng, n)
 
     def build(rng: np.random.Generator, n: int) -> Example:
+        # Sentences of all keys, in random order.
         many = asked + others + (n if hay == "needles" else 0)
         names = strings(rng, many, key)
         held = np.array(strings(rng, many * values, value)).reshape(many, values)
@@ -57,6 +64,7 @@ def _needles(
         told = [f"Remember: a magic {kind} of {name} is {v}." for name, v in pairs]
         order = rng.permutation(len(told))
         shuffled = [told[i] for i in order]
+        # Place them in the haystack.
         if hay == "prose":
             at = [float(d) for d in rng.choice(DEPTHS, len(told), replace=False) / (DEPTHS - 1)]
             text = prose(rng, n, list(zip(at, shuffled, strict=True)))
@@ -85,7 +93,7 @@ def _needles(
 
 @task("ruler", new=128, score=string_match_all)
 def niah_single_1(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """One number in a line that is repeated."""
+    """One number in a repeated line."""
     return _needles(rng, length, count, hay="line")
 
 
@@ -103,19 +111,19 @@ def niah_single_3(rng: np.random.Generator, length: int, count: Count) -> Exampl
 
 @task("ruler", new=128, score=string_match_all)
 def niah_multikey_1(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """One number in prose that holds three of other keys."""
+    """One number in prose with three numbers of other keys."""
     return _needles(rng, length, count, hay="prose", others=3)
 
 
 @task("ruler", new=128, score=string_match_all)
 def niah_multikey_2(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """One number among nothing but numbers of other keys."""
+    """One number among numbers of other keys only."""
     return _needles(rng, length, count, hay="needles")
 
 
 @task("ruler", new=128, score=string_match_all)
 def niah_multikey_3(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """One UUID of a UUID among nothing but others."""
+    """The UUID of a UUID key among other such pairs only."""
     return _needles(rng, length, count, hay="needles", key="uuid", value="uuid")
 
 
@@ -133,7 +141,7 @@ def niah_multiquery(rng: np.random.Generator, length: int, count: Count) -> Exam
 
 @task("ruler", new=30, score=string_match_all)
 def vt(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """Variable tracing: a number, and the five variables that hold it by four assignments from one to the next."""
+    """Variable tracing: a number, and the five variables that hold it through a chain of four assignments."""
 
     def ask(value: str) -> str:
         return f"\n\nWhich five variables hold the number {value}, directly or through another one?\n"
@@ -158,7 +166,7 @@ def vt(rng: np.random.Generator, length: int, count: Count) -> Example:
 
 @task("ruler", new=120, score=string_match_all)
 def cwe(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """Common words: the ten that a shuffled list repeats most; below 4096 tokens it repeats them less."""
+    """Common words: the ten most repeated words of a shuffled list, with fewer repetitions below 4096 tokens."""
     repeats, shown, shown_repeats = ((30, 3), 40, (10, 3)) if length >= LONG else ((6, 1), 20, (3, 1))
     ask, prefix = "\n\nWhich ten words are most common in the list?\n", "The ten most common words are"
 
@@ -169,7 +177,7 @@ def cwe(rng: np.random.Generator, length: int, count: Count) -> Example:
     def build(rng: np.random.Generator, n: int) -> Example:
         words = vocabulary(rng, shown + 10 + n)
         sample, words = words[:shown], words[shown:]
-        # The score is a substring: a common word that is within another one would be credited for that.
+        # Scores match substrings, so a common word must not be contained in another word.
         whole = "\n".join(words)
         common = list(islice((word for word in words if whole.count(word) == 1), 10))
         words = [*common, *(word for word in words if word not in common)]
@@ -190,7 +198,7 @@ def cwe(rng: np.random.Generator, length: int, count: Count) -> Example:
 def fwe(rng: np.random.Generator, length: int, count: Count) -> Example:
     """Frequent words: ranks 2 to 4 of a Zeta(2) distribution over invented words; rank 1 is noise."""
     size = max(8, length // 50)
-    least = 83  # then the ranks 2 to 5 occur 12, 5, 3 and 2 times: which are the first three is beyond doubt
+    least = 83  # ranks 2 to 5 then occur 12, 5, 3 and 2 times, so that the answer is unique
 
     def build(rng: np.random.Generator, n: int) -> Example:
         words = letters(rng, size, 6, "abcdefghijklmnopqrstuvwxyz")
@@ -235,11 +243,11 @@ def _documents(rng: np.random.Generator, length: int, count: Count, hops: int) -
 
 @task("ruler", new=32, score=string_match_part)
 def qa_1(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """A fact of one document among documents about other people, relatives too; invented, not SQuAD."""
+    """A fact of one document among documents about other people, some of them relatives; invented, not SQuAD."""
     return _documents(rng, length, count, hops=1)
 
 
 @task("ruler", new=32, score=string_match_part)
 def qa_2(rng: np.random.Generator, length: int, count: Count) -> Example:
-    """A fact of someone's teacher: one document names the teacher, another has the fact; invented, not HotpotQA."""
+    """A fact about someone's teacher: one document names the teacher, another has the fact; invented, not HotpotQA."""
     return _documents(rng, length, count, hops=2)

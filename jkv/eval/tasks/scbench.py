@@ -1,4 +1,4 @@
-"""Sessions in the manner of SCBench (2412.10319): several questions about one context, and one that has no answer."""
+"""Multi-question sessions modeled on SCBench (2412.10319): several questions and an unanswerable probe."""
 
 from __future__ import annotations
 
@@ -45,9 +45,13 @@ RULE = "If something that is asked for is not there, say so."
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Questions about one context: all of `turns` have an answer, `probe` asks for what is not there.
+    """Questions about one context.
 
-    The answers of the probe are what would be made up: the context's values. `tasks.none_named` scores it.
+    Attributes:
+        context: The context.
+        turns: Questions that have an answer.
+        probe: A question without an answer. Its `answers` are the context's values, which an invented answer would
+            repeat; `tasks.none_named` scores it.
     """
 
     context: str
@@ -56,14 +60,23 @@ class Session:
 
     @property
     def text(self) -> str:
-        """The whole conversation with the right answers, the probe at its end."""
+        """The whole conversation with the right answers and the probe at the end."""
         said = [turn.question + turn.prefix + turn.gold for turn in self.turns]
         return "".join([self.context, *said, self.probe.question, self.probe.prefix])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionTask:
-    """One row: `make(rng, length, count)` gives a Session whose whole conversation takes at most `length` tokens."""
+    """A session task.
+
+    Attributes:
+        name: Name in `SESSIONS`.
+        ability: The ability it tests.
+        new: Most tokens of an answer.
+        make: make(rng, length, count) builds a Session whose conversation has at most `length` tokens.
+        score: Scores a prediction.
+        about: One-line description.
+    """
 
     name: str
     ability: str
@@ -77,7 +90,14 @@ SESSIONS: dict[str, SessionTask] = {}
 
 
 def session(ability: str, new: int, score: Score, least: int) -> Callable[[Callable[..., Session]], Any]:
-    """Adds the row of a function of (rng, n >= `least` units of filler); its first question is a row of TASKS too."""
+    """Register the decorated function of (rng, n) as a session task, and its first question as a task in TASKS.
+
+    Args:
+        ability: The ability it tests.
+        new: Most tokens of an answer.
+        score: Scores a prediction.
+        least: Least units n of filler.
+    """
 
     def add(build: Callable[..., Session]) -> Callable[..., Session]:
         name, about = build.__name__, (inspect.getdoc(build) or "").split("\n")[0]
@@ -96,9 +116,9 @@ def session(ability: str, new: int, score: Score, least: int) -> Callable[[Calla
 
 
 def sessions(name: str, length: int, samples: int, seed: int, count: Count) -> list[Session]:
-    """`samples` sessions, the same for the same arguments; raises as `tasks.examples` does.
+    """Build `samples` sessions, deterministically; raises as `registry.examples` does.
 
-    Each question's `meta` says seed, sample, length and turn (the probe's: -1).
+    Each question's `meta` has seed, sample, length and turn (-1 for the probe).
 
     >>> made = sessions("kv", length=1200, samples=1, seed=0, count=lambda text: len(text) // 4)[0]
     >>> len(made.turns), made.turns[0].answers[0] in made.context, made.probe.prefix in made.context
@@ -119,7 +139,14 @@ def sessions(name: str, length: int, samples: int, seed: int, count: Count) -> l
 def _session(
     opening: str, body: str, turns: Iterable[tuple[str, str, Sequence[str], str]], probe: tuple[str, str, Sequence[str]]
 ) -> Session:
-    """A session of (question, prefix, answers, kind) and, for the probe, (question, prefix, what would be made up)."""
+    """Build a session.
+
+    Args:
+        opening: First sentence of the context.
+        body: The rest of the context.
+        turns: (question, prefix, answers, kind) per turn.
+        probe: (question, prefix, values that an invented answer would repeat).
+    """
     context = f"{opening} Questions about it come after it. {RULE}\n\n{body}"
 
     def example(question: str, prefix: str, answers: Sequence[str], kind: str) -> Example:
@@ -165,7 +192,7 @@ def prefix_suffix(rng: np.random.Generator, n: int) -> Session:
     del others[: len(wanted)]
     same_end = [other[:-side] + string[-side:] for string, other in zip(wanted, others, strict=False)]
     del others[: len(wanted)]
-    # The last one is left out: decoys show its start and its end, but no string has both.
+    # The last wanted string is the probe's and left out: decoys have its start or its end, never both.
     listing = [*wanted[:-1], *same_start, *same_end, *others]
     body = "\n".join(listing[i] for i in rng.permutation(len(listing)))
 
@@ -183,9 +210,9 @@ def prefix_suffix(rng: np.random.Generator, n: int) -> Session:
 
 @session("string retrieval", new=30, score=string_match_all, least=5)
 def multi_hop(rng: np.random.Generator, n: int) -> Session:
-    """Five chains of assigned variables, one asked a turn."""
+    """Five chains of assigned variables, one asked per turn."""
     *told, absent = chains(rng, TURNS + 1)
-    # Lines of different chains are mixed, each chain's own stay in order.
+    # Lines of different chains are mixed; within a chain they stay in order.
     turn = rng.permutation(np.repeat(np.arange(TURNS), 5))
     rest = [iter(chain.lines) for chain in told]
     body, _ = lines(rng, n, [next(rest[i]) for i in turn])
@@ -207,14 +234,14 @@ def _number_of(name: str) -> tuple[str, str]:
 
 
 def _magic(names: Sequence[str], values: Sequence[str]) -> tuple[list[str], list[tuple[str, str, Sequence[str], str]]]:
-    """A line that tells each number, and the turn that asks for it; names without a value have neither."""
+    """Return a sentence per number and the turn that asks for it; names without a value have neither."""
     told = [f"Remember: a magic number of {name} is {value}." for name, value in zip(names, values, strict=False)]
     return told, [(*_number_of(name), [value], "needle") for name, value in zip(names, values, strict=False)]
 
 
 @session("string retrieval", new=12, score=string_match_all, least=24)
 def needles(rng: np.random.Generator, n: int) -> Session:
-    """Five numbers hidden in prose, one asked a turn: what a small model can do, too."""
+    """Five numbers hidden in prose, one asked per turn; easy enough for a small model."""
     names, values = keys(rng, TURNS + 1), numbers(rng, TURNS, 7)
     told, asked = _magic(names, values)
     return _session(
@@ -227,11 +254,11 @@ def needles(rng: np.random.Generator, n: int) -> Session:
 
 @session("semantic retrieval", new=40, score=token_f1, least=TURNS + 3)
 def fact_qa(rng: np.random.Generator, n: int) -> Session:
-    """Facts of invented people, every other question by way of someone's teacher."""
+    """Facts of invented people; every other question goes through someone's teacher."""
     crowd = people(rng, n + 1)
     stranger, crowd = crowd[0], crowd[1:]
     named = {person.name: person for person in crowd}
-    # Who was taught by the stranger could lead to no document.
+    # A pupil of the stranger would lead to a document that does not exist.
     pupils = [person for person in crowd if person.mentor in named]
     asked = [pupils[i] for i in rng.choice(len(pupils), TURNS, replace=False)]
     attributes = [str(a) for a in rng.choice(list(ASKED), TURNS + 1)]
@@ -258,9 +285,9 @@ def fact_qa(rng: np.random.Generator, n: int) -> Session:
 
 @session("semantic retrieval", new=60, score=string_match_all, least=TURNS)
 def functions(rng: np.random.Generator, n: int) -> Session:
-    """The name and the body of a function that is described by what it computes."""
+    """The name and body of a function, described by what it computes."""
     names = coined(rng, n)
-    # Three numbers a function, in an order of its own: described by all three, no two are alike.
+    # Three numbers per function; (factor, term) is unique.
     picks = rng.choice(900**2, n + 1, replace=False)
     factor, term, modulus = 100 + picks // 900, 100 + picks % 900, rng.integers(1000, 10000, n + 1)
     bodies = [f"return ({f} * x + {t}) % {m}" for f, t, m in zip(factor, term, modulus, strict=True)]
@@ -283,8 +310,8 @@ def functions(rng: np.random.Generator, n: int) -> Session:
 
 @session("global information", new=10, score=first_integer, least=TURNS)
 def math_find(rng: np.random.Generator, n: int) -> Session:
-    """The largest, second and third largest, smallest and median of an array of different integers."""
-    array = numbers(rng, 2 * n + 1, 5)  # an odd number of them has one median
+    """The largest, second and third largest, smallest and median number of an array of distinct integers."""
+    array = numbers(rng, 2 * n + 1, 5)  # an odd count has one median
     ranked = sorted(array, key=int)
     wanted = {
         "largest": ranked[-1],
@@ -305,12 +332,12 @@ def math_find(rng: np.random.Generator, n: int) -> Session:
 
 @session("global information", new=10, score=first_word, least=32)
 def many_shot(rng: np.random.Generator, n: int) -> Session:
-    """Labels by a rule that labelled examples show: of the two words of a thing, the first alone decides."""
+    """Labels by a rule shown in labelled examples: only the first of a thing's two words decides."""
     labels = coined(rng, 4)
     words = [str(a) for a in rng.choice(ADJECTIVES, 17, replace=False)]
     nouns = rng.permutation(NOUNS)
     rule = {word: labels[i % 4] for i, word in enumerate(words[:16])}
-    # Every adjective is shown twice or more; the nouns say nothing.
+    # Every adjective is shown at least twice; nouns do not affect the label.
     shown = [words[i % 16] for i in rng.permutation(n)]
     things = [f"{word} {noun}" for word, noun in zip(shown, rng.choice(nouns[TURNS + 1 :], n), strict=True)]
     asked = [f"{words[i]} {noun}" for i, noun in zip(rng.choice(16, TURNS, replace=False), nouns, strict=False)]
@@ -328,7 +355,7 @@ def many_shot(rng: np.random.Generator, n: int) -> Session:
 
 @session("multi-tasking", new=200, score=string_match_all, least=24)
 def sum_niah(rng: np.random.Generator, n: int) -> Session:
-    """A summary, scored by the share of the reports' key facts in it, and needles between the reports' sentences."""
+    """A summary, scored by its share of the reports' key facts, and needles between the reports' sentences."""
     reports = 6
     titles = [word.capitalize() for word in coined(rng, reports)]
     figures = numbers(rng, reports, 5)

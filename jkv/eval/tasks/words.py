@@ -1,4 +1,4 @@
-"""Material of synthetic texts: our own word lists, distinct random strings, haystacks, chains and people."""
+"""Material for synthetic texts: word lists, distinct random strings, haystacks, chains and people."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ANIMALS = """
 badger camel cat crow dog donkey duck falcon ferret finch goat goose hare heron horse lizard parrot pony
 """.split()
 
-# One line of five short sentences: the most uniform haystack there is.
+# One line of five short sentences: the most uniform haystack.
 LINE = (
     "Rain fell on the roof.",
     "A boat lay in the bay.",
@@ -77,9 +77,15 @@ LINE = (
 
 
 def distinct(n: int, draw: Callable[[int], list[str]], avoid: Sequence[str] = ()) -> list[str]:
-    """The first `n` different strings of `draw(k)` -> k random strings, none of them in `avoid`.
+    """Draw `n` different strings.
 
-    Raises ValueError if there seem to be fewer than that.
+    Args:
+        n: Number of strings.
+        draw: draw(k) returns k random strings.
+        avoid: Strings to leave out.
+
+    Raises:
+        ValueError: 64 draws did not give `n` different strings.
     """
     found: dict[str, None] = {}
     banned = set(avoid)
@@ -91,28 +97,28 @@ def distinct(n: int, draw: Callable[[int], list[str]], avoid: Sequence[str] = ()
 
 
 def letters(rng: np.random.Generator, n: int, size: int, alphabet: str) -> list[str]:
-    """`n` different strings of `size` characters of `alphabet`."""
+    """Draw `n` different strings of `size` characters from `alphabet`."""
     characters = np.array(list(alphabet))
     return distinct(n, lambda k: ["".join(row) for row in rng.choice(characters, (k, size))])
 
 
 def numbers(rng: np.random.Generator, n: int, digits: int) -> list[str]:
-    """`n` different numbers of exactly `digits` digits."""
+    """Draw `n` different numbers with exactly `digits` digits."""
     return distinct(n, lambda k: [str(i) for i in rng.integers(10 ** (digits - 1), 10**digits, k)])
 
 
 def uuids(rng: np.random.Generator, n: int) -> list[str]:
-    """`n` different 128-bit numbers as UUIDs are written."""
+    """Draw `n` different 128-bit numbers in UUID notation."""
     return ["-".join((s[:8], s[8:12], s[12:16], s[16:20], s[20:])) for s in hexes(rng, n)]
 
 
 def hexes(rng: np.random.Generator, n: int) -> list[str]:
-    """`n` different 128-bit numbers in 32 hexadecimal digits."""
+    """Draw `n` different 128-bit numbers as 32 hexadecimal digits."""
     return distinct(n, lambda k: [rng.bytes(16).hex() for _ in range(k)])
 
 
 def keys(rng: np.random.Generator, n: int) -> list[str]:
-    """`n` different pairs "adjective-noun"; ValueError for more than there are (98,000)."""
+    """Draw `n` different pairs "adjective-noun"; raises ValueError if there are fewer (about 98,000)."""
     total = len(ADJECTIVES) * len(NOUNS)
     if n > total:
         raise ValueError(f"there are {total} different keys, {n} are needed; ask for a smaller length")
@@ -121,7 +127,7 @@ def keys(rng: np.random.Generator, n: int) -> list[str]:
 
 
 def coined(rng: np.random.Generator, n: int, avoid: Sequence[str] = ()) -> list[str]:
-    """`n` different invented words of six letters, so that none is within another.
+    """Draw `n` different invented words of six letters; the common length means that none contains another.
 
     >>> coined(np.random.default_rng(0), 3)
     ['turubu', 'pibare', 'nolino']
@@ -135,14 +141,14 @@ def coined(rng: np.random.Generator, n: int, avoid: Sequence[str] = ()) -> list[
 
 
 def vocabulary(rng: np.random.Generator, n: int) -> list[str]:
-    """`n` different words in random order: real ones, and invented ones where these do not suffice."""
+    """Draw `n` different words in random order, with invented words once the real ones are exhausted."""
     real = sorted({*ADJECTIVES, *NOUNS})
     words = [*real, *coined(rng, max(0, n - len(real)), avoid=real)]
     return [words[i] for i in rng.choice(len(words), n, replace=False)]
 
 
 def listed(items: Sequence[str]) -> str:
-    """Items as they are said.
+    """Join items with commas and a final "and".
 
     >>> listed(["a", "b", "c"]), listed(["a"])
     ('a, b and c', 'a')
@@ -152,20 +158,24 @@ def listed(items: Sequence[str]) -> str:
 
 @functools.cache
 def _prose(source: str) -> tuple[tuple[str, ...], np.ndarray]:
-    """The sentences of a corpus, and how many words come before each, i64[sentences + 1]."""
+    """Return the sentences of a corpus, and the number of words before each, i64[sentences + 1]."""
     found = tuple(corpora.sentences(corpora.text(source) + "\n\n"))
     return found, np.cumsum([0, *(len(sentence.split()) for sentence in found)])
 
 
 def prose(rng: np.random.Generator, n: int, inserts: Sequence[tuple[float, str]] = (), source: str = "pydoc") -> str:
-    """`n` words of a corpus from a random sentence on, each insert as a sentence at its depth (0 to 1).
+    """Build prose of `n` words from a corpus, starting at a random sentence and wrapping around at its end.
 
-    After its last sentence the text goes on with its first.
+    Args:
+        rng: Random generator.
+        n: Number of words, without inserts.
+        inserts: (depth, sentence) pairs, depth from 0 to 1.
+        source: The corpus.
     """
     found, before = _prose(source)
     i = int(rng.integers(len(found)))
     pieces: list[str] = []
-    ends = [0]  # words up to each border between pieces
+    ends = [0]  # words before each border between pieces
     while ends[-1] < n:
         pieces.append(found[i])
         ends.append(ends[-1] + int(before[i + 1] - before[i]))
@@ -173,7 +183,7 @@ def prose(rng: np.random.Generator, n: int, inserts: Sequence[tuple[float, str]]
     if ends[-1] > n:
         pieces[-1] = " ".join(pieces[-1].split()[: n - ends[-2]]).rstrip(".,:;") + "."
     ends[-1] = n
-    # From the back, so that borders stay where they were.
+    # From the back, so that earlier borders keep their index.
     for depth, sentence in sorted(inserts, key=lambda insert: -insert[0]):
         at = int(np.argmin(np.abs(np.array(ends) - depth * n)))
         pieces.insert(at, f"{sentence} ")
@@ -181,9 +191,10 @@ def prose(rng: np.random.Generator, n: int, inserts: Sequence[tuple[float, str]]
 
 
 def lines(rng: np.random.Generator, n: int, inserts: Sequence[str] = ()) -> tuple[str, list[float]]:
-    """`n` sentences of `LINE`, five a line, with inserts on lines of their own at random places, in order.
+    """Build `n` sentences of `LINE`, five per line, with inserts on their own lines at random places, in order.
 
-    With them the depths of the inserts: the share of lines before each.
+    Returns:
+        The text, and the depth of each insert: the share of lines before it.
     """
     filler = [" ".join(LINE[: n - 5 * i]) for i in range(math.ceil(n / 5))]
     places = np.sort(rng.integers(0, len(filler) + 1, len(inserts)))
@@ -194,7 +205,7 @@ def lines(rng: np.random.Generator, n: int, inserts: Sequence[str] = ()) -> tupl
 
 @dataclass(frozen=True)
 class Chain:
-    """A number and the variables that hold it: the first is given it, each other one is given the one before."""
+    """A number and the variables that hold it: the first is assigned the number, each other one its predecessor."""
 
     value: str
     names: tuple[str, ...]
@@ -206,7 +217,7 @@ class Chain:
 
 
 def chains(rng: np.random.Generator, n: int, hops: int = 4, size: int = 5) -> list[Chain]:
-    """`n` chains of `hops` + 1 variables with names of `size` capitals; no number and no name occurs twice."""
+    """Draw `n` chains of `hops` + 1 variables, named by `size` capitals; numbers and names are all distinct."""
     width = hops + 1
     names = letters(rng, n * width, size, "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     return [Chain(v, tuple(names[i * width : (i + 1) * width])) for i, v in enumerate(numbers(rng, n, 5))]
@@ -214,7 +225,7 @@ def chains(rng: np.random.Generator, n: int, hops: int = 4, size: int = 5) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """Someone invented. Full names, towns, firms and pets' names are each of one person only."""
+    """An invented person. Full names, towns, firms and pets' names are unique."""
 
     name: str
     town: str
@@ -242,12 +253,12 @@ ASKED = {
 
 
 def people(rng: np.random.Generator, n: int) -> list[Person]:
-    """`n` (2 or more) people in random order, in families of four; each was taught by another of them."""
+    """Draw `n` (at least 2) people in random order, in families of four; each was taught by another of them."""
     pool = [word.capitalize() for word in coined(rng, 4 * n)]
     towns, firms, pets = pool[:n], pool[n : 2 * n], pool[2 * n : 3 * n]
     firsts = np.concatenate([rng.choice(FIRST_NAMES, 4, replace=False) for _ in range(math.ceil(n / 4))])
     names = [f"{firsts[i]} {pool[3 * n + i // 4]}" for i in range(n)]
-    cycle = rng.permutation(n)  # each person's mentor is the next one of the cycle: nobody teaches oneself
+    cycle = rng.permutation(n)  # each person's mentor is the next in the cycle, never oneself
     mentors = dict(zip(cycle.tolist(), np.roll(cycle, -1).tolist(), strict=True))
     found = [
         Person(

@@ -69,7 +69,7 @@ __all__ = [
     "read_config",
     "rule",
     "settle_head",
-    "ssd",
+    "mamba2_ssd",
 ]
 
 # the smallest complete config, for examples and tests

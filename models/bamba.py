@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 mixers and some attention blocks, each followed by an MLP."""
+"""Bamba: Mamba-2 blocks and some attention blocks, each followed by an MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ TENSORS = Names(
     mixer={"norm1": ("input_layernorm.weight",), **{n: (f"mamba.{t}",) for n, t in MIX.items()}, **MLP},
     norm="model.final_layernorm.weight",
 )
-TURNING = 0.5  # of a head's channels, in every Bamba
+TURNING = 0.5  # fraction of a head's channels with RoPE, in every Bamba
 
 
 def _half(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -> tuple[tuple[Rope, ...], int]:
@@ -35,13 +35,13 @@ def _half(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) ->
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type bamba; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type bamba; ValueError names an unsupported field."""
     own = {k: v for k, v in hf.items() if k.startswith("mamba_")}
     names = ("attn_layer_indices", "time_step_limit", "partial_rotary_factor", "z_loss_coefficient")
     f = Fields(own | {k: hf[k] for k in (*names, "num_logits_to_keep") if k in hf}, "bamba")
     f.only("partial_rotary_factor", TURNING, way_out=f"only {TURNING} is implemented")
     for name in ("z_loss_coefficient", "num_logits_to_keep", "mamba_chunk_size"):
-        f.take(name, None)  # of training, of what is returned, and of the same function
+        f.take(name, None)  # training, the returned logits, and chunking of the same function
     f.only("mamba_proj_bias", False, way_out="only false is implemented")
     f.only("mamba_conv_bias", True, way_out="only true is implemented")
     depth = Fields(hf, "bamba").number("num_hidden_layers", 32, most=LAYERS)
@@ -70,7 +70,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:
-    """Block i of x [B, T, E], where the caller's mix(weights, normed x) returns (the mixer's output, aux)."""
+    """Run recurrent block i on x [B, T, E]; the caller's mix(weights, normed x) returns (output, aux)."""
     w, c = params.layers[i], params.config
     y, aux = mix(w, rms(w["norm1"], x, c.eps))
     x = x + y

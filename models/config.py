@@ -1,4 +1,4 @@
-"""The config of a model, as one hashable value, and how it is read from a Hugging Face config dict."""
+"""The model config as one hashable value, and its parser for Hugging Face config dicts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,11 +14,18 @@ from .softcap import Capped, Scale
 
 @dataclass(frozen=True, kw_only=True)
 class Mixers:
-    """The blocks of a model that recur instead of attending: their places among all blocks, and their numbers.
+    """The recurrent blocks of a model: their places among all blocks, and their sizes.
 
-    heads (Hs) of head_dim channels (P), each with a state of `state` numbers (N) a channel; `groups` of heads share
-    what writes and reads it; kernel: tokens that the convolution before sees; limit: of the time steps; rule: by which
-    a token changes the state, a key of `jkv.models.RULES`; normed: whether what is read of it is, behind its gate.
+    Attributes:
+        at: Indices of the recurrent blocks.
+        heads: Heads (Hs).
+        head_dim: Channels per head (P).
+        state: State size per channel (N).
+        groups: Groups of heads that share the vectors that write and read the state.
+        kernel: Taps of the causal convolution, in tokens.
+        limit: Range of the time steps.
+        rule: State update rule, a key of `jkv.models.RULES`.
+        normed: Whether the gated output is normalized.
     """
 
     at: tuple[int, ...]
@@ -33,24 +40,49 @@ class Mixers:
 
     @property
     def inner(self) -> int:
+        """Channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: inputs, and what writes and reads the states."""
+        """Channels of the convolution: the inputs and the vectors that write and read the states."""
         return self.inner + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Every number that changes the function, none that does not. Static under jit.
+    """Every number that changes the model's function, and none that does not. Static under jit.
 
-    `layers` of its blocks attend, the `mixers` recur. A layer has `heads` key/value heads (H), of `head_dim` channels a
-    key (D) and `value_dim` a value (Dv), each read by `groups` query heads (G). Layer i turns queries and keys with
-    `ropes[i]`, and sees key position p from query position t iff 0 <= t - p < windows[i] (None: every p <= t). Logits
-    of attention are `q.k * scale`, and those of the next token the head's product `* head_scale`: a scale may be
-    `Capped`. What a half of a layer adds to its input is `* residual_scale`. Some blocks have `experts`. gains: of a
-    block's tensors by their names in it, rows and the factor of these, which are multiplied when they are read.
+    Layer i rotates queries and keys with `ropes[i]`. A query at position t sees the key at position p iff
+    0 <= t - p < windows[i] (None: every p <= t). Attention logits are `q.k * scale`; the logits of the next token are
+    multiplied by `head_scale`.
+
+    Attributes:
+        family: Key of `jkv.models.FAMILIES`.
+        layers: Blocks that attend.
+        heads: kv heads per layer (H).
+        groups: Query heads per kv head (G).
+        head_dim: Channels of a key (D).
+        width: Channels of the residual stream (E).
+        hidden: Hidden units of an MLP (F).
+        vocab: Vocabulary size (V).
+        context: Maximum number of positions.
+        eps: Epsilon of the norms.
+        act: Activation of the MLPs.
+        scale: Factor of attention logits; may be `Capped`.
+        ropes: RoPE of each layer.
+        windows: Sliding window of each layer in tokens, or None.
+        tied: Whether the head is the embedding.
+        embed_scale: Factor of the embeddings, or None.
+        head_scale: Factor of the next token's logits; may be `Capped`.
+        residual_scale: Factor of what each half of a layer adds to the residual stream.
+        eos: End token ids.
+        bos: Begin token id, or None.
+        mixers: Recurrent blocks, if any.
+        experts: Experts of MoE blocks, if any.
+        latent: Sizes of multi-head latent attention, if used.
+        gains: Multipliers applied when weights are read: tensor name within a block -> (rows, factor), in order of
+            rows.
 
     >>> from jkv.models import llama
     >>> c = llama.config(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -87,34 +119,34 @@ class ModelConfig:
 
     @property
     def value_dim(self) -> int:
-        """Channels of a value."""
+        """Channels of a value (Dv)."""
         return self.latent.rank if self.latent else self.head_dim
 
     @property
     def cached(self) -> int:
-        """Numbers that a token and kv head is: a key and a value, or a latent and its rotated key, which are both."""
+        """Numbers cached per token and kv head: key and value; for MLA only the key, which contains the value."""
         return self.head_dim if self.latent else self.head_dim + self.value_dim
 
     @property
     def capped(self) -> bool:
-        """Whether logits of attention saturate."""
+        """Whether attention logits have a soft cap."""
         return isinstance(self.scale, Capped)
 
     @property
     def depth(self) -> int:
-        """Blocks of both kinds."""
+        """Number of blocks, attention and recurrent."""
         return self.layers + (len(self.mixers.at) if self.mixers else 0)
 
     def attends(self, i: int) -> bool:
-        """Whether block i attends."""
+        """Return whether block i attends."""
         return self.mixers is None or i not in self.mixers.at
 
     def sparse(self, i: int) -> bool:
-        """Whether block i has experts."""
+        """Return whether block i has experts."""
         return self.experts is not None and i in self.experts.at
 
     def block(self, i: int) -> "ModelConfig":
-        """Of block i alone."""
+        """Return the config of block i alone."""
         before = sum(map(self.attends, range(i)))
         own = slice(before, before + self.attends(i))
         mixers = replace(self.mixers, at=() if self.attends(i) else (0,)) if self.mixers else None
@@ -123,15 +155,15 @@ class ModelConfig:
         return replace(self, layers=len(turns), ropes=turns, windows=seen, mixers=mixers, experts=experts)
 
     def attending(self, a: int) -> "ModelConfig":
-        """Of the a-th block that attends, alone."""
+        """Return the config of the a-th attention block alone."""
         return self.block([i for i in range(self.depth) if self.attends(i)][a])
 
     def __hash__(self) -> int:
-        # jit hashes its static arguments at every call; all layers' ropes would cost more than the lookup
+        # jit hashes its static arguments at every call; hashing the ropes of all layers would cost more than the lookup
         return hash((self.family, self.layers, self.heads, self.width, self.vocab))
 
 
-# Fields that cannot change the logits of a forward pass: training, bookkeeping, defaults of sampling, labels.
+# Fields that cannot change the logits of a forward pass: training, bookkeeping, sampling defaults, labels.
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
     add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop
@@ -151,18 +183,18 @@ HARMLESS = frozenset(
     transformers_version typical_p unk_token unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
     use_flash_attention use_flash_attention_2 use_flash_attn""".split()
 )
-NOTHING = (None, False, "", [], {})  # what a field may hold that no one reads: it asks for nothing, as 0 does
+NOTHING = (None, False, "", [], {})  # values that an unread field may have, because they request nothing (0 == False)
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-# What a config can say before any tensor contradicts it, and what is then built of it at once.
+# Upper bounds, because sizes in a config are used to build tables before any tensor can contradict them.
 CONTEXT, HEAD_DIM, LAYERS, _MOST = 1 << 24, 1024, 1024, 1 << 40
 
 _UNSET: Any = object()
 
 
 def whole(x: Any) -> bool:
-    """Whether it is a whole number, in either spelling of JSON.
+    """Return whether x is a whole number, in either JSON spelling.
 
     >>> whole(2), whole(2.0), whole(2.5), whole(True), whole(math.nan)
     (True, True, False, False, False)
@@ -171,23 +203,24 @@ def whole(x: Any) -> bool:
 
 
 class Fields:
-    """Takes fields out of a config dict and remembers which were read, so that none is overlooked."""
+    """Fields of a config dict that tracks which were read, so that none is overlooked."""
 
     def __init__(self, hf: Mapping[str, Any], family: str, where: str = "") -> None:
         self.rest, self.family, self.where = dict(hf), family, where
 
     def refuse(self, name: str, got: Any, way_out: str) -> ValueError:
+        """Build the error for a field's value, with the way out."""
         return ValueError(f"config field {self.where + name!r} = {got!r} is not supported for {self.family}: {way_out}")
 
     def take(self, name: str, default: Any = _UNSET) -> Any:
-        """The field's value; null counts as absent; ValueError where it is absent and has no default."""
+        """Take a field's value; null counts as absent. ValueError if it is absent and has no default."""
         got = self.rest.pop(name, None)
         if got is None and default is _UNSET:
             raise ValueError(f"config field {self.where + name!r} is missing, and {self.family} has no default for it")
         return default if got is None else got
 
     def number(self, name: str, default: Any = _UNSET, kind: Callable[[Any], Any] = int, most: float = _MOST) -> Any:
-        """A positive number, `most` at most."""
+        """Take a positive number of type `kind`, at most `most`."""
         got = self.take(name, default)
         if got is None:
             return None
@@ -199,20 +232,20 @@ class Fields:
         return kind(got)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """A dict; empty where the field is absent."""
+        """Take a dict; empty if the field is absent."""
         got = self.take(name, {})
         if not isinstance(got, dict):
             raise self.refuse(name, got, "it must be an object of names and values")
         return got
 
     def only(self, name: str, *allowed: Any, way_out: str) -> None:
-        """The field may be absent, null or one of `allowed`: everything else would change the function."""
+        """Raise ValueError unless a field is absent, null or one of `allowed`; others would change the function."""
         got = self.take(name, None)
         if got is not None and got not in allowed:
             raise self.refuse(name, got, way_out)
 
     def done(self) -> None:
-        """ValueError where a field was left that no one read and that asks for something."""
+        """Raise ValueError if an unread field requests something."""
         if left := {k: v for k, v in self.rest.items() if v not in NOTHING and k not in HARMLESS}:
             name, got = next(iter(left.items()))
             more = f" (also unread: {', '.join(list(left)[1:6])})" if len(left) > 1 else ""
@@ -236,25 +269,36 @@ def read(
     extra: Callable[[Fields, int], dict[str, Any]] | None = None,
     act: str = "hidden_act",
 ) -> ModelConfig:
-    """ModelConfig of a config dict: the fields that all families share; the arguments say where a family differs.
+    """Read a config dict: the fields that all families share, with family differences as arguments.
 
-    `tied` and `head_dim` are the family's defaults, `bias` the values of `attention_bias` that it implements, `windows`
-    and `ropes` read one entry a layer, `extra(fields, width)` reads the family's own fields and `act` names the
-    activation's field. ValueError names the field, its value and the way out for every field that is missing, unknown
-    or unsupported.
+    Args:
+        hf: Hugging Face config dict.
+        family: Expected model_type.
+        tied: The family's default of tie_word_embeddings.
+        head_dim: The family's default head dimension. None: hidden_size / num_attention_heads.
+        bias: Values of `attention_bias` that the family implements.
+        windows: windows(fields, layers) reads the sliding window of each layer.
+        ropes: ropes(fields, dim, context, windows) reads the RoPE of each layer and the context.
+        extra: extra(fields, width) reads the family's own fields.
+        act: Name of the activation's field.
+
+    Raises:
+        ValueError: A field is missing, unknown or unsupported; the message has its name, its value and the way out.
     """
     if hf.get("model_type") not in (None, family):
         raise ValueError(f"config has model_type {hf['model_type']!r}, but it was given to the family {family!r}")
     f = Fields(hf, family)
+    # Sizes and heads.
     width, count = (f.number(n) for n in ("hidden_size", "num_attention_heads"))
     layers = f.number("num_hidden_layers", most=LAYERS)
-    # null means multi-head in every family; only in llama (version 1) does a missing field mean that too
+    # null means multi-head attention in every family; a missing field means it only in llama (version 1)
     heads = f.number("num_key_value_heads", count if family == "llama" or "num_key_value_heads" in hf else _UNSET)
     if count % heads:
         raise f.refuse("num_key_value_heads", heads, f"it must divide num_attention_heads = {count}")
     dim = f.number("head_dim", head_dim or width // count, most=HEAD_DIM)
     if dim % 2:
         raise f.refuse("head_dim", dim, "rotary embedding turns pairs of channels, so it must be even")
+    # Activation, windows, RoPE.
     _common(f, bias)
     name = f.take(act, "gelu_pytorch_tanh" if act == "hidden_activation" else "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -284,7 +328,7 @@ def read(
 
 
 def _common(f: Fields, bias: tuple[Any, ...]) -> None:
-    """Raise ValueError for a field of which all families implement the same."""
+    """Raise ValueError for unsupported values of fields that all families treat alike."""
     for name in ("mlp_bias", "rope_interleaved", "use_mrope"):
         f.only(name, False, way_out="only false is implemented")
     f.only("attention_bias", *bias, way_out=f"only {bias[0]!r} is implemented (biases on q, k, v exist in qwen2)")
@@ -293,7 +337,7 @@ def _common(f: Fields, bias: tuple[Any, ...]) -> None:
 
 
 def ends(f: Fields) -> dict[str, Any]:
-    """The ids that begin and end a text."""
+    """Read the begin and end token ids."""
     eos = f.take("eos_token_id", ())
     ids, bos = tuple(eos) if isinstance(eos, list | tuple) else (eos,), f.take("bos_token_id", None)
     for name, got in (("eos_token_id", ids), ("bos_token_id", (bos,) if bos is not None else ())):
@@ -303,12 +347,12 @@ def ends(f: Fields) -> dict[str, Any]:
 
 
 def sliding_window(f: Fields) -> int | None:
-    """The window in tokens: null means none, but a missing field means 4096 to transformers."""
+    """Read the window in tokens; null means none, but in transformers a missing field means 4096."""
     return f.number("sliding_window", None if "sliding_window" in f.rest else 4096)
 
 
 def by_layer_type(f: Fields, layers: int, window: int | None, default: list[str]) -> tuple[int | None, ...]:
-    """windows from `layer_types` (or from `default` where the config has none)."""
+    """Return each layer's window by `layer_types`, or by `default` if the config has none."""
     kinds = f.take("layer_types", default)
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise f.refuse("layer_types", kinds, "it is a list of texts")
@@ -322,7 +366,7 @@ def by_layer_type(f: Fields, layers: int, window: int | None, default: list[str]
 
 
 def one_rope(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -> tuple[tuple[Rope, ...], int]:
-    """The same rope in every layer, and the context that it reaches."""
+    """Read one RoPE for all layers; also return the context it reaches."""
     theta = f.number("rope_theta", 10000.0, float)
     old, new = f.mapping("rope_scaling"), f.mapping("rope_parameters")
     if old and new:
@@ -332,10 +376,19 @@ def one_rope(f: Fields, dim: int, context: int, windows: tuple[int | None, ...])
 
 
 def rope(given: Mapping[str, Any], family: str, dim: int, context: int) -> Rope:
-    """Rope of a `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` dict; ValueError names the field.
+    """Read a RoPE dict: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`.
 
-    Frequencies are theta^(-2i/D), then `linear` divides by the factor, `llama3` divides the slow ones, `yarn` blends
-    both by a ramp and scales cos and sin. Float64 throughout.
+    Frequencies are theta^(-2i/D); `linear` divides them by the factor, `llama3` divides the low ones, `yarn` blends
+    both by a ramp and scales cos and sin. All in float64.
+
+    Args:
+        given: The dict.
+        family: Family, for error messages.
+        dim: Channels that rotate (D).
+        context: max_position_embeddings.
+
+    Raises:
+        ValueError: A field is missing or unsupported; the message has its name.
 
     >>> rope({"rope_theta": 100.0, "rope_type": "linear", "factor": 2.0}, "llama", 4, 128).inv_freq
     (0.5, 0.05)
@@ -345,7 +398,7 @@ def rope(given: Mapping[str, Any], family: str, dim: int, context: int) -> Rope:
     kind = f.take("rope_type", kind)
     theta = f.number("rope_theta", kind=float)
     f.only("partial_rotary_factor", 1, way_out="only 1.0 is implemented: all channels of a head turn")
-    for name in ("extrapolation_factor", "attn_factor"):  # of the authors of YaRN
+    for name in ("extrapolation_factor", "attn_factor"):  # fields of YaRN's reference code
         f.only(name, 1, way_out="only 1 is implemented, as in transformers, which does not read it")
     if kind in ("default", "linear"):
         f.take("original_max_position_embeddings", None)
@@ -378,7 +431,7 @@ def _llama3(f: Fields, base: list[float], context: int) -> list[float]:
     old = f.number("original_max_position_embeddings", context)
 
     def stretch(freq: float) -> float:
-        turns = old * freq / (2 * math.pi)  # full turns within the original context
+        turns = old * freq / (2 * math.pi)  # full rotations within the original context
         keep = min(max((turns - low) / (high - low), 0.0), 1.0)
         return (1 - keep) * freq / factor + keep * freq
 
@@ -398,6 +451,7 @@ def _yarn(f: Fields, base: list[float], theta: float, context: int) -> tuple[lis
     def gain(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+    # Blend between the channels with `fast` and `slow` rotations in the original context.
     low, high = channel(fast), channel(slow)
     if f.take("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -407,7 +461,7 @@ def _yarn(f: Fields, base: list[float], theta: float, context: int) -> tuple[lis
     both = mscale and mscale_all
     scale = f.number("attention_factor", gain(mscale) / gain(mscale_all) if both else gain(1.0), float)
     freqs = [x / factor * r + x * (1 - r) for x, r in zip(base, ramp, strict=True)]
-    # Configs in use keep the original max_position_embeddings beside a yarn factor: the model reaches old * factor
+    # Published configs keep the original max_position_embeddings next to a yarn factor: the model reaches old * factor.
     if old * factor > CONTEXT:
         raise f.refuse("factor", factor, f"{CONTEXT:,} tokens are the most that any model reaches")
     return freqs, scale, max(context, round(old * factor))

@@ -1,8 +1,8 @@
-"""DeepSeek V2: multi-head latent attention, and fine experts beside shared ones.
+"""DeepSeek V2: multi-head latent attention (MLA), and MoE with shared experts.
 
-All heads of a layer read one latent vector a token, and one rotated key. A head's key and value are matrices times the
-latent; the key's matrix is multiplied into the query and the value's into the output instead, so what is cached is one
-kv head: key (rotated key, latent), value (latent).
+All heads of a layer share one latent vector per token and one rotated key. A head's key and value are matrices times
+the latent; the key's matrix is multiplied into the query and the value's into the output instead, so the cache holds
+one kv head per layer: key (rotated key, latent), value (latent).
 """
 
 import math
@@ -26,7 +26,7 @@ from .weights.params import Names, Params, Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
-EPS = 1e-6  # of the norms of latents, whatever the config says of the others
+EPS = 1e-6  # epsilon of the latent norms, independent of the config's
 OWN = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 SPARSE = (
     *("first_k_dense_replace", "moe_layer_freq", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
@@ -36,7 +36,7 @@ SPARSE = (
 
 
 def attention_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of a tensor of latent attention by the end of its name."""
+    """Return the shapes of the MLA tensors by the end of their name."""
     m = c.latent
     assert m is not None
     q, values, low = c.groups * (m.plain + m.turned), c.groups * m.values, m.queries or 0
@@ -67,9 +67,9 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
-    """What makes keys and what makes values of a latent, which checkpoints have head by head in one tensor.
+    """Split each kv_b_proj, stored head by head, into the matrices of keys and of values.
 
-    The block behind the last one, which predicts a token more, is left unread.
+    The multi-token prediction block after the last block is not read.
     """
     m = c.latent
     assert m is not None
@@ -92,7 +92,7 @@ def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
 
 
 def absent(c: ModelConfig) -> tuple[str, ...]:
-    """Fields of queries that a model lacks: those of a latent of theirs, or the one matrix without."""
+    """Return the query fields that a model lacks: those of a query latent, or the single matrix."""
     assert c.latent is not None
     return ("q",) if c.latent.queries else ("q_a", "q_a_norm", "q_b")
 
@@ -124,7 +124,7 @@ TENSORS = Names(
 
 
 def routing(f: Fields) -> dict[str, Any]:
-    """How V2 picks experts: by a softmax, all of them or those of the groups with the best one."""
+    """Read how V2 picks experts: by softmax, among all experts or those of the groups with the best expert."""
     f.only("scoring_func", "softmax", way_out="only softmax is implemented")
     f.only("norm_topk_prob", False, way_out="only false is implemented")
     method = f.take("topk_method", "greedy")
@@ -136,10 +136,10 @@ def routing(f: Fields) -> dict[str, Any]:
 
 
 def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int) -> dict[str, Any]:
-    """The experts of all blocks but the first ones, which `routing` reads the choice of."""
+    """Read the experts of all blocks except the first dense ones; `routing` reads the router's fields."""
     f.only("moe_layer_freq", 1, way_out="only 1 is implemented: every block after the first dense ones has experts")
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"):
-        f.take(name, None)  # of training, of where experts lie, and of blocks that are not read
+        f.take(name, None)  # training, placement of experts, and blocks that are not read
     first, hidden = f.take("first_k_dense_replace", 0), f.number("moe_intermediate_size")
     if not whole(first) or not 0 <= first <= blocks:
         raise f.refuse("first_k_dense_replace", first, f"it is a number of the {blocks} blocks")
@@ -156,7 +156,7 @@ def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int)
 
 
 def _gain(hf: Mapping[str, Any]) -> float:
-    """By which yarn makes logits larger."""
+    """Return the factor of attention logits that comes with YaRN."""
     given = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     by, factor = given.get("mscale_all_dim"), given.get("factor") or 1.0
     kind = given.get("rope_type", given.get("type", "default"))
@@ -166,7 +166,7 @@ def _gain(hf: Mapping[str, Any]) -> float:
 def latent(
     hf: Mapping[str, Any], family: str, more: Callable[[Fields, int], dict[str, Any]] = lambda f, blocks: {}
 ) -> ModelConfig:
-    """ModelConfig of a config dict of a family with latent attention; more(fields, blocks) reads the family's own."""
+    """Read a config dict of a family with MLA; more(fields, blocks) reads the family's own fields."""
     f = Fields({name: hf[name] for name in (*OWN, *SPARSE) if name in hf}, family)
     plain, turned, values = (f.number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     m = Latent(
@@ -192,22 +192,25 @@ def latent(
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type deepseek_v2; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type deepseek_v2; ValueError names an unsupported field."""
     return latent(hf, "deepseek_v2", partial(experts, routing))
 
 
 def halves(x: Array, paired: bool) -> Array:
-    """x [..., R] with what turns together in two halves, where it lies in pairs: 0 1 2 3 -> 0 2 1 3."""
+    """Reorder x [..., R] from adjacent rotary pairs to two halves, 0 1 2 3 -> 0 2 1 3, if `paired`."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], -1) if paired else x
 
 
 def _normed(w: Mapping[str, Array], name: str, x: Array) -> Array:
-    """x behind the norm of that name; a family without it has x itself."""
+    """Apply the norm of that name; x is unchanged if the family has no such norm."""
     return rms(w[name], x, EPS) if name in w else x
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T], of one kv head: the latent's."""
+    """Compute layer i's queries, keys and values from x [B, T, E], for one kv head: the latent.
+
+    The key matrix is absorbed into the queries.
+    """
     w, c, m = params.layers[i], params.config, params.config.latent
     assert m is not None
     x = rms(w["norm1"], x, c.eps)
@@ -225,7 +228,7 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, 1, G, T, Dv], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, 1, G, n, Dv], aux)."""
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, project(params, i, x, pos))

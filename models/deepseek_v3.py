@@ -1,4 +1,4 @@
-"""DeepSeek V3: V2 whose router scores experts by sigmoids, and keeps them even by a bias."""
+"""DeepSeek V3: V2 with sigmoid router scores and a load-balancing bias."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,5 +23,5 @@ def _routing(f: Fields) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type deepseek_v3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type deepseek_v3; ValueError names an unsupported field."""
     return latent(hf, "deepseek_v3", partial(experts, _routing))

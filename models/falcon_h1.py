@@ -1,7 +1,7 @@
-"""Falcon-H1: attention and a Mamba-2 mixer side by side in every layer, and a multiplier for each of their products.
+"""Falcon-H1: attention and a Mamba-2 mixer in parallel in every layer, with a multiplier for each product.
 
-A layer is two blocks here: the first one recurs, and hands its input and the mixer's output [B, T, 2 E] to the second
-one, which attends and has the MLP. The multipliers are in the weights, from when these are read.
+A layer is two blocks here: the first one is recurrent and passes its input and the mixer's output [B, T, 2 E] to the
+second one, which attends and has the MLP. The multipliers are applied to the weights when these are read.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ ONE = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out", "lm_head", "
 
 
 def scaled(c: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors times their multipliers."""
+    """Return the tensors times their multipliers."""
     gains, out = dict(c.gains), dict(tensors)
 
     def times(x: Any, parts: tuple[tuple[int, float], ...]) -> Any:
         rows = np.concatenate([np.full(n, gain, np.float32) for n, gain in parts])
         got = np.asarray(x())
         if got.shape[:1] != rows.shape:
-            return got  # which is refused for its shape
+            return got  # rejected later for its shape
         return (got.astype(np.float32) * rows[:, None]).astype(got.dtype)
 
     for name, x in tensors.items():
@@ -54,7 +54,7 @@ TENSORS = Names(
 
 
 def _gains(f: Fields, c: ModelConfig, m: Mixers) -> tuple[tuple[str, tuple[tuple[int, float], ...]], ...]:
-    """Of the tensors of a layer, by their names in it: rows and their multiplier, one after the other."""
+    """Return multipliers by tensor name within a layer, as (rows, multiplier) in order of rows."""
     x = {name: f.number(f"{name}_multiplier", 1.0, float) for name in ONE[:-2]}
     gate, down = _several(f, "mlp_multipliers", 2)
     z, inner, write, ask, step = _several(f, "ssm_multipliers", 5)
@@ -103,14 +103,14 @@ def _mixers(f: Fields, layers: int, width: int) -> Mixers:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type falcon_h1; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type falcon_h1; ValueError names an unsupported field."""
     names = ("projectors_bias", "time_step_limit", "num_logits_to_keep", "mlp_multipliers", "ssm_multipliers")
     names += ("attn_layer_indices", "layers_block_type", "layer_types", "mlp_expansion_factor")
     names += tuple(f"time_step_{end}" for end in ("floor", "min", "max", "rank"))
     own = {k: v for k, v in hf.items() if k in names or k.startswith("mamba_") or k.endswith("_multiplier")}
     f = Fields(own, "falcon_h1")
     for name in ("num_logits_to_keep", "mamba_chunk_size", "mlp_expansion_factor", *names[-4:]):
-        f.take(name, None)  # of what is returned, of the same function, of its first weights
+        f.take(name, None)  # the returned logits, chunking of the same function, initialization
     for name in ("projectors_bias", "mamba_proj_bias"):
         f.only(name, False, way_out="only false is implemented")
     for name in ("mamba_conv_bias", "mamba_use_mlp"):
@@ -129,23 +129,32 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:
-    """The input x [B, T, E] of a layer beside what its mixer makes of it, [B, T, 2 E]."""
+    """Run the mixer of a layer on x [B, T, E]; return x and the mixer's output side by side, [B, T, 2 E].
+
+    The caller's mix(weights, normed x) returns (output, aux).
+    """
     y, aux = mix(params.layers[i], rms(params.layers[i]["norm1"], x, params.config.eps))
     return jnp.concatenate([x, y.astype(x.dtype)], -1), aux
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """The rest of a layer, of what `recur` made [B, T, 2 E]; `attend(i, projected) -> (o, aux)` is the caller's."""
+    """Run attention and MLP of a layer on the output [B, T, 2 E] of `recur`.
+
+    The caller's attend(i, projected) returns (o [B, H, G, n, D], aux).
+    """
     x, y = jnp.split(x, 2, -1)
     return block(params, i, x + y, project(params, i, x, pos), attend)
 
 
 def embed(params: Params, ids: Array) -> Array:
-    """ids i32[B, T] -> x [B, T, E], scaled in float32: unlike Gemma's, the factor is not rounded."""
+    """Embed ids i32[B, T] -> x [B, T, E], scaled in float32: unlike in Gemma, the factor is not rounded."""
     x = rows(params.embed, ids)
     return (x.astype(jnp.float32) * jnp.float32(params.config.embed_scale)).astype(x.dtype)
 
 
 def head(params: Params, x: Array) -> Array:
-    """x [B, T, E] -> logits f32[B, T, V]; of a model that was cut between the two blocks of a layer, of its input."""
+    """Compute logits f32[B, T, V] from x [B, T, E], with the final norm.
+
+    In a model that was cut between the two blocks of a layer, x is [B, T, 2 E] and only the layer's input is used.
+    """
     return unembed(params, rms(params.norm, x[..., : params.config.width], params.config.eps))

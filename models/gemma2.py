@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps on all logits, every other layer local, norms around both halves of a layer."""
+"""Gemma 2: soft caps on all logits, every other layer local, norms before and after both halves of a layer."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _cap(f: Fields, name: str, default: float) -> float | None:
-    """null means no cap, but a missing field means the default to transformers."""
+    """Read a soft cap; null means none, but in transformers a missing field means the default."""
     return f.number(name, None if name in f.rest else default, float)
 
 
@@ -41,12 +41,12 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type gemma2; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type gemma2; ValueError names an unsupported field."""
     return read(hf, "gemma2", tied=True, head_dim=256, act="hidden_activation", windows=_windows, extra=_extra)
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]."""
     w, c = params.layers[i], params.config
     x = rms(w["norm1"], x, c.eps)
     q, k, v = split(c, linear(w["qkv"], x))
@@ -54,5 +54,5 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend)

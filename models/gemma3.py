@@ -1,4 +1,4 @@
-"""Gemma 3, text only: local and global layers with their own rope, norms around both halves of a layer."""
+"""Gemma 3, text only: local and global layers with separate RoPE, norms before and after both layer halves."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _ropes(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -> tuple[tuple[Rope, ...], int]:
-    """Global layers turn slowly and may be scaled, local layers turn fast and never are."""
+    """Read both RoPEs: global layers rotate slowly and may be scaled, local layers rotate fast and never are."""
     far = {"rope_theta": f.number("rope_theta", 1e6, float)} | f.take("rope_scaling", {})
     near = {"rope_theta": f.number("rope_local_base_freq", 1e4, float)}
     given = f.take("rope_parameters", {})
@@ -55,7 +55,7 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type gemma3_text; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type gemma3_text; ValueError names an unsupported field."""
     return read(
         hf,
         "gemma3_text",
@@ -69,30 +69,32 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def rms(w: Array, x: Array, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) * (1 + w) over the last axis, all in float32: 1 + w has no room in bfloat16."""
+    """Compute x / sqrt(mean(x^2) + eps) * (1 + w) over the last axis in float32: bfloat16 cannot hold 1 + w."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return (wide * (1.0 + along(w.astype(jnp.float32), x))).astype(x.dtype)
 
 
 def embed(params: Params, ids: Array) -> Array:
-    """ids i32[B, T] -> x [B, T, E], scaled by sqrt(E) rounded to the weights' dtype, as the model was trained."""
+    """Embed ids i32[B, T] -> x [B, T, E], scaled by sqrt(E) rounded to the weights' dtype, as in training."""
     return rows(params.embed, ids) * jnp.asarray(params.config.embed_scale, params.embed.dtype)
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]; q and k are normed."""
     return normed(params, i, x, rms)
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T] -> [B, n, E] and aux, where the caller's attend(i, projected) returns
-    (o [B, H, G, n, D], aux) for the newest n rows."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend)
 
 
 def block(params: Params, i: int, x: Array, p: Projected, attend: Attend) -> tuple[Array, Any]:
-    """The rest of a layer, once its queries, keys and values are known, with norms around both halves."""
+    """Run the rest of a layer from its queries, keys and values, with norms before and after both halves.
+
+    The caller's attend(i, p) returns (o [B, H, G, n, D], aux) for the newest n rows.
+    """
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, p)
@@ -102,5 +104,5 @@ def block(params: Params, i: int, x: Array, p: Projected, attend: Attend) -> tup
 
 
 def head(params: Params, x: Array) -> Array:
-    """x [B, T, E] -> logits f32[B, T, V]."""
+    """Compute logits f32[B, T, V] from x [B, T, E], with the final norm."""
     return unembed(params, rms(params.norm, x, params.config.eps))

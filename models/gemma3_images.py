@@ -1,4 +1,4 @@
-"""Gemma 3 of 4B and more: the text part of a model that reads images too, whose tower stays unread."""
+"""Gemma 3 of 4B and more: the text model of a multimodal checkpoint; the vision tower is not read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ TENSORS = replace(
     head="language_model.lm_head.weight",
     unread=("vision_tower.", "multi_modal_projector."),
 )
-# What a text_config leaves out where it is as in transformers' Gemma3TextConfig; those of 4B and more do.
+# Defaults of transformers' Gemma3TextConfig, which the text_config of models of 4B and more leaves out.
 DEFAULTS = dict(
     vocab_size=262208,
     hidden_size=2304,
@@ -28,14 +28,14 @@ DEFAULTS = dict(
     num_key_value_heads=4,
     max_position_embeddings=131072,
 )
-# Of pictures, and of the tokens that stand for them
+# Fields of images and their tokens
 PICTURES = """vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
     eoi_token_id image_token_id""".split()
-WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings")  # said of the whole model, or of its text part
+WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings")  # fields of the whole config or of text_config
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type gemma3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type gemma3; ValueError names an unsupported field."""
     f = Fields(hf, "gemma3")
     text = {name: x for name, x in f.mapping("text_config").items() if x is not None or name == "sliding_window"}
     text = {name: f.take(name, None) for name in WHOLE} | text

@@ -1,4 +1,4 @@
-"""GPT-OSS: experts with biases, sinks in the softmax of every head, and a window in every other layer."""
+"""GPT-OSS: experts with biases, attention sinks per head, a sliding window in every other layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +18,19 @@ from .weights.params import EACH, Names, Params, Tensors
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
-LIMIT, ALPHA = 7.0, 1.702  # of what an expert's gate sees, and of its sigmoid
+LIMIT, ALPHA = 7.0, 1.702  # clamp of an expert's activations, and factor in its sigmoid
 YARN = dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False)
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code, E2M1
 
 
 def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """f32[R, 32 G] of codes uint8[R, G, 16], two a byte and the low bits first, times 2^(scales - 127), uint8[R, G].
+    """Decode MXFP4 to f32[R, 32 G]: 4-bit codes (E2M1) times 2^(scales - 127).
 
     Source: the OCP Microscaling Formats specification 1.0.
+
+    Args:
+        blocks: uint8[R, G, 16], two codes per byte, low bits first.
+        scales: uint8[R, G], exponents of the groups.
 
     >>> mxfp4(np.full((1, 1, 16), 0x72, np.uint8), np.full((1, 1), 128, np.uint8))[0, :4].tolist()
     [2.0, 12.0, 2.0, 12.0]
@@ -37,7 +41,12 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in MXFP4, `mxfp4` of the rows that are asked for."""
+    """A matrix in MXFP4 whose rows are decoded on access.
+
+    Attributes:
+        blocks: uint8[R, G, 16], codes.
+        scales: uint8[R, G], exponents.
+    """
 
     blocks: np.ndarray
     scales: np.ndarray
@@ -52,9 +61,9 @@ class Packed:
 
 
 def each(c: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors of every expert, where checkpoints have one of all: floats [N, in, out], or MXFP4 [N, out, ...].
+    """Split tensors that hold all experts, floats [N, in, out] or MXFP4 [N, out, ...], into one per expert.
 
-    Rows of gate and up take turns there.
+    Rows of gate and up alternate in these tensors.
     """
     e = c.experts
     assert e is not None
@@ -82,6 +91,7 @@ def each(c: ModelConfig, tensors: Tensors) -> Tensors:
     def bias(name: str) -> np.ndarray:
         return take(name, sizes[name.rpartition(".")[2].removesuffix("_bias")][0])
 
+    # Replace each packed tensor by lazy views, one per expert and part.
     for at in (f"model.layers.{i}.mlp.experts." for i in range(c.layers)):
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
             whose = at + name
@@ -130,7 +140,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _extra(f: Fields, width: int) -> dict[str, Any]:
     for name in ("experts_per_token", "initial_context_length"):
-        f.take(name, None)  # num_experts_per_tok and the rope say the same
+        f.take(name, None)  # duplicates of num_experts_per_tok and of a RoPE field
     f.only("swiglu_limit", LIMIT, way_out=f"only {LIMIT} is implemented")
     f.only("swiglu_alpha", ALPHA, way_out=f"only {ALPHA} is implemented")
     count, active = f.number("num_local_experts", 128), f.number("num_experts_per_tok", 4)
@@ -138,17 +148,17 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type gpt_oss; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type gpt_oss; ValueError names an unsupported field."""
     given = {"head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True} | dict(hf)
     if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
         given["rope_scaling"] = YARN
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        del given["quantization_config"]  # of the experts, which are read as floats
+        del given["quantization_config"]  # only the experts, which are decoded to floats
     return everywhere(read(given, "gpt_oss", windows=_windows, extra=_extra, bias=(True,)))
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]."""
     w, c = params.layers[i], params.config
     x = rms(w["norm1"], x, c.eps)
     qkv = linear(w["qkv"], x)
@@ -157,7 +167,10 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def expert(w: Weights, x: Array) -> Array:
-    """down((up x + 1) * gate x * sigmoid(1.702 gate x)), [m, E] -> [m, E], each with its bias, and within limits."""
+    """Run an expert: down((up x + 1) * gate x * sigmoid(1.702 gate x)), [m, E] -> [m, E].
+
+    Each product has a bias; gate x is at most 7, up x within -7 and 7.
+    """
     both = linear(w["gate_up"], x)
     both = both + along(w["gate_up_bias"], both)
     gate, up = jnp.minimum(both[..., 0, :], LIMIT), jnp.clip(both[..., 1, :], -LIMIT, LIMIT)
@@ -167,7 +180,7 @@ def expert(w: Weights, x: Array) -> Array:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     w, c = params.layers[i], params.config
     with jax.named_scope("attend"):
         o, aux = attend(i, project(params, i, x, pos))

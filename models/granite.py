@@ -1,4 +1,4 @@
-"""Granite 3: Llama with a multiplier each for embeddings, attention, both halves of a layer, and logits."""
+"""Granite 3: Llama with multipliers for embeddings, attention, both halves of a layer, and logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +24,12 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type granite; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type granite; ValueError names an unsupported field."""
     return read(hf, "granite", extra=_extra)
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     w, c = params.layers[i], params.config
     p = project(params, i, x, pos)
     with jax.named_scope("attend"):

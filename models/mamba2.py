@@ -1,4 +1,4 @@
-"""Mamba-2: every block is recurrent, none attends."""
+"""Mamba-2: all blocks are recurrent, none attends."""
 
 import math
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ TENSORS = Names(
     norm="backbone.norm_f.weight",
 )
 
-LONGEST = 1 << 30  # positions: a state knows none
+LONGEST = 1 << 30  # positions; a state has no limit
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type mamba2; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type mamba2; ValueError names an unsupported field."""
     f = Fields(hf, "mamba2")
     width, depth, expand = f.number("hidden_size"), f.number("num_hidden_layers", most=LAYERS), f.number("expand", 2)
     heads, dim = f.number("num_heads", 128), f.number("head_dim", 64)
@@ -45,9 +45,9 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
     f.only("residual_in_fp32", True, way_out="only true is implemented")
     f.only("hidden_act", "silu", way_out="only silu is implemented")
     for name in ("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"):
-        f.take(name, None)  # of its first weights
+        f.take(name, None)  # initialization
     f.only("rms_norm", True, way_out="only true is implemented")
-    for name in ("chunk_size", "norm_before_gate"):  # another way to the same numbers; written, and read by nobody
+    for name in ("chunk_size", "norm_before_gate"):  # chunking of the same function; a field that no code reads
         f.take(name, None)
     mixers = Mixers(
         at=tuple(range(depth)),
@@ -82,7 +82,7 @@ def config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def limit(f: Fields) -> tuple[float, float]:
-    """Of the time steps; JSON has no infinity, and transformers writes {"__float__": "Infinity"}."""
+    """Read the range of time steps; transformers writes infinity, which JSON lacks, as {"__float__": "Infinity"}."""
     given = f.take("time_step_limit", (0.0, math.inf))
     try:
         low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in given)
@@ -94,24 +94,24 @@ def limit(f: Fields) -> tuple[float, float]:
 
 
 def checked(f: Fields, m: Mixers) -> Mixers:
-    """The numbers, if they fit each other."""
+    """Return the mixers after checking that their groups divide their heads."""
     if m.heads % m.groups:
         raise f.refuse("n_groups", m.groups, f"it must divide the {m.heads} heads of a mixer")
     return m
 
 
 def embed(params: Params, ids: Array) -> Array:
-    """ids i32[B, T] -> x f32[B, T, E]: blocks add to it in float32, as the model was trained."""
+    """Embed ids i32[B, T] -> x f32[B, T, E]: the residual stream is float32, as in training."""
     return rows(params.embed, ids).astype(jnp.float32)
 
 
 def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:
-    """Block i of x [B, T, E], where the caller's mix(weights, normed x) returns (the mixer's output, aux)."""
+    """Run recurrent block i on x [B, T, E]; the caller's mix(weights, normed x) returns (output, aux)."""
     w, c = params.layers[i], params.config
     y, aux = mix(w, rms(w["norm1"], x.astype(w["norm1"].dtype), c.eps))
     return x + y.astype(x.dtype), aux
 
 
 def head(params: Params, x: Array) -> Array:
-    """x [B, T, E] -> logits f32[B, T, V]."""
+    """Compute logits f32[B, T, V] from x [B, T, E], with the final norm."""
     return unembed(params, rms(params.norm, x.astype(params.norm.dtype), params.config.eps))

@@ -15,5 +15,5 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type mistral; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type mistral; ValueError names an unsupported field."""
     return read(hf, "mistral", windows=_windows)

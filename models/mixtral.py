@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose MLPs are eight experts, of which each token goes through two."""
+"""Mixtral: Mistral with eight experts as MLP, two per token."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,10 +29,10 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type mixtral; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type mixtral; ValueError names an unsupported field."""
     return everywhere(read(hf, "mixtral", windows=_windows, extra=_extra))
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend, feed)

@@ -1,13 +1,19 @@
-"""The numbers of latent attention."""
+"""Sizes of multi-head latent attention (MLA)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """The numbers of latent attention: channels of the latent that all heads of a layer share (`rank`) and of that of
-    the queries (None: there is none); of a head's query and key without position (`plain`) and with it (`turned`), and
-    of its value. paired: what turns together lies side by side.
+    """Sizes of multi-head latent attention (MLA).
+
+    Attributes:
+        rank: Channels of the latent that all heads of a layer share.
+        queries: Channels of the query latent, or None if queries have none.
+        plain: Channels of a query or key head without RoPE.
+        turned: Channels of a query or key head with RoPE.
+        values: Channels of a value head.
+        paired: Whether the two channels that rotate together are adjacent.
     """
 
     rank: int

@@ -1,8 +1,9 @@
-"""Multi-head latent attention without norms of latents, and one MLP a block: what `jkv train xecomla` makes of llama.
+"""Multi-head latent attention without latent norms: Llama as `jkv train xecomla` converts it.
 
     c_t = W_DKV x_t,  k_th = [rot(W_R x_t) | W_UK,h c_t],  v_th = W_UV,h c_t,  q_th = [rot(W_QR,h x_t) | W_QN,h x_t]
 
-Without a norm between them W_DKV and W_UK, W_UV may be the factors of a model's own matrices (X-EcoMLA, 2503.11132).
+Each block has one dense MLP. Without a norm between them, W_DKV and W_UK, W_UV can be factors of a model's own matrices
+(X-EcoMLA, 2503.11132).
 """
 
 from collections.abc import Mapping
@@ -25,5 +26,5 @@ TENSORS = Names(
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type mla; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type mla; ValueError names an unsupported field."""
     return latent(hf, "mla")

@@ -1,4 +1,4 @@
-"""Which experts a token goes through, and how much of each."""
+"""MoE router: which experts a token uses, and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +10,20 @@ from jax import Array
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of a model: `count` MLPs (N) of `hidden` units each, of which a token goes through `active` (K).
+    """The experts of a model.
 
-    at: the blocks that have experts, among all; the others have one MLP. score: of the router's logits, over all
-    experts. A token keeps to the `chosen` of `groups` of neighbours whose `best` experts have the largest sum of
-    scores. normed: the weights of the K experts sum to 1, before the factor `gain`. shared: hidden units of the MLP
-    that every token goes through beside them.
+    Attributes:
+        at: Indices of the blocks that have experts; the others have one MLP.
+        count: Number of experts (N).
+        active: Experts per token (K).
+        hidden: Hidden units of an expert.
+        score: Activation of the router's logits, over all experts.
+        normed: Whether the weights of the K experts are normalized to sum 1, before `gain`.
+        gain: Factor of the weights.
+        groups: Groups of adjacent experts.
+        chosen: Groups that a token may use, those whose `best` experts have the largest sum of scores.
+        best: Experts that score a group.
+        shared: Hidden units of the shared MLP that every token uses as well, or 0.
     """
 
     at: tuple[int, ...]
@@ -32,9 +40,15 @@ class Experts:
 
 
 def route(e: Experts, logits: Array, bias: Array | None = None) -> tuple[Array, Array]:
-    """The experts i32[M,K] of tokens with a router's logits f32[M,N], and their weights f32[M,K].
+    """Pick the experts of tokens from the router's logits f32[M,N].
 
-    bias f32[N]: added to the scores by which experts are picked, but not to the weights.
+    Args:
+        e: The experts.
+        logits: f32[M,N], the router's logits.
+        bias: f32[N], added to the scores to pick experts, but not to the weights.
+
+    Returns:
+        Experts i32[M,K] and their weights f32[M,K].
 
     >>> e = Experts(at=(0,), count=4, active=2, hidden=8)
     >>> index, weight = route(e, jnp.log(jnp.array([[1.0, 4.0, 2.0, 1.0]])))

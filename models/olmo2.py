@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind both halves of a layer, and over all heads of the queries and of the keys."""
+"""OLMo 2: norms after both halves of a layer, and over all heads of the queries and of the keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,13 +35,13 @@ TENSORS = Names(
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type olmo2; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type olmo2; ValueError names an unsupported field."""
     theta = {} if hf.get("rope_theta") or hf.get("rope_parameters") else {"rope_theta": 5e5}
     return read({"rms_norm_eps": 1e-5} | dict(hf) | theta, "olmo2")
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]; q and k are normed."""
     w, c = params.layers[i], params.config
     q, k, v = split(c, linear(w["qkv"], x))
     b, h, g, t, _ = q.shape
@@ -52,7 +52,7 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     w, c = params.layers[i], params.config
     p = project(params, i, x, pos)
     with jax.named_scope("attend"):

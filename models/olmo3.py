@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with three local layers before each global one; only global layers stretch their rope."""
+"""OLMo 3: OLMo 2 with three local layers before each global one; only global layers scale their RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,5 +27,5 @@ def _ropes(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type olmo3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type olmo3; ValueError names an unsupported field."""
     return read({"rms_norm_eps": 1e-5} | dict(hf), "olmo3", windows=_windows, ropes=_ropes)

@@ -1,4 +1,4 @@
-"""OLMoE: many small experts in every block, and an RMS norm on all queries and one on all keys of a token."""
+"""OLMoE: many small experts in every block, with RMS norms over all query heads and over all key heads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,13 +31,13 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type olmoe; ValueError names a field that is not supported."""
-    heads = {"num_key_value_heads": None} | dict(hf)  # as many as there are of queries, where the config is silent
+    """Read a Hugging Face config dict with model_type olmoe; ValueError names an unsupported field."""
+    heads = {"num_key_value_heads": None} | dict(hf)  # default: as many as query heads
     return everywhere(read({"rms_norm_eps": 1e-5} | heads, "olmoe", extra=_extra))
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]; q and k are normed."""
     w, c = params.layers[i], params.config
     x = rms(w["norm1"], x, c.eps)
     qkv = linear(w["qkv"], x)  # [B, T, H, G + 2, D]
@@ -51,5 +51,5 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend, feed)

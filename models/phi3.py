@@ -1,10 +1,9 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused products, a part of each head turning, frequencies by LongRoPE.
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused matrices, partial RoPE and LongRoPE.
 
-Transformers turns with the short factors while a text is no longer than the original context, and with the long ones
-from the next token on, keys that it has seen included. Keys that are in a compressed cache cannot follow, so the
-context decides, as it is declared: the long factors where `max_position_embeddings` is more than the original one. A
-model for short texts alone is the same config with `max_position_embeddings` = `original_max_position_embeddings` and
-the `attention_factor` that it had.
+Transformers rotates with the short factors while a text fits the original context, and with the long ones from the next
+token on, including keys it has seen. Keys in a compressed cache cannot follow, so the declared context decides: the
+long factors if `max_position_embeddings` exceeds the original context. For a model of short texts only, use the same
+config with `max_position_embeddings` = `original_max_position_embeddings` and its previous `attention_factor`.
 """
 
 import math
@@ -49,7 +48,7 @@ def _ropes(
     if turning < 2 or turning % 2:
         raise f.refuse(PART, part, f"{turning} of {dim} channels would turn, and channels turn in pairs")
     kind = given.get("rope_type") or given.get("type")
-    if kind not in ("longrope", "su", "yarn"):  # configs of Phi-3 have all three names for the same
+    if kind not in ("longrope", "su", "yarn"):  # plain RoPE; Phi-3 configs name LongRoPE by any of the three
         f.rest["rope_parameters"] = given
         return one_rope(f, turning, context, windows)
     theta = f.number("rope_theta", 1e4, float)
@@ -57,7 +56,7 @@ def _ropes(
 
 
 def _long(given: Mapping[str, Any], family: str, turning: int, context: int) -> Rope:
-    """LongRoPE (2402.13753): each frequency over a factor of its own; cos and sin times sqrt(1 + ln s / ln old)."""
+    """Read LongRoPE (2402.13753): a factor per frequency; cos and sin times sqrt(1 + ln s / ln old)."""
     f = Fields(given, family, where="rope_scaling.")
     for name in ("type", "rope_type"):
         f.take(name, None)
@@ -77,7 +76,7 @@ def _long(given: Mapping[str, Any], family: str, turning: int, context: int) -> 
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type phi3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type phi3; ValueError names an unsupported field."""
     f = Fields({PART: hf.get(PART)}, "phi3")
     part, rest = f.number(PART, 1.0, float, most=1), {k: v for k, v in hf.items() if k != PART}
     for name in ("rope_scaling", "rope_parameters"):

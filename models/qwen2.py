@@ -17,7 +17,7 @@ TENSORS = Names(block={**LLAMA.block, **BIAS})
 
 
 def windows(f: Fields, layers: int) -> tuple[int | None, ...]:
-    """Layers from `max_window_layers` on have a window, and only where `use_sliding_window` is set."""
+    """Read the windows: layers from `max_window_layers` on have one, if `use_sliding_window` is set."""
     window, full = sliding_window(f), f.take("max_window_layers", 28)
     if not f.take("use_sliding_window", False):
         window = None
@@ -26,12 +26,12 @@ def windows(f: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen2; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type qwen2; ValueError names an unsupported field."""
     return read(hf, "qwen2", windows=windows, bias=(True,))
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]."""
     w, c = params.layers[i], params.config
     x = rms(w["norm1"], x, c.eps)
     qkv = linear(w["qkv"], x)
@@ -40,5 +40,5 @@ def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend)

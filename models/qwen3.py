@@ -1,4 +1,4 @@
-"""Qwen3: Llama with an RMS norm on the channels of every query and key head."""
+"""Qwen3: Llama with an RMS norm on every query and key head."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,12 +18,12 @@ TENSORS = Names(block={**LLAMA.block, **NORMS})
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type qwen3; ValueError names an unsupported field."""
     return read(hf, "qwen3", windows=windows, head_dim=128)
 
 
 def normed(params: Params, i: int, x: Array, norm: Callable[[Array, Array, float], Array]) -> Projected:
-    """Queries, keys and values of x [B, T, E], with `norm` on x and on every query and key head."""
+    """Compute queries, keys and values of x [B, T, E], with `norm` on x and on every query and key head."""
     w, c = params.layers[i], params.config
     x = norm(w["norm1"], x, c.eps)
     q, k, v = split(c, linear(w["qkv"], x))
@@ -31,10 +31,10 @@ def normed(params: Params, i: int, x: Array, norm: Callable[[Array, Array, float
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]; q and k are normed."""
     return normed(params, i, x, rms)
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend)

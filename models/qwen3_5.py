@@ -1,7 +1,7 @@
-"""Qwen3.5, text only: three of four blocks follow the gated delta rule; the others attend, and their heads have gates.
+"""Qwen3.5, text only: three of four blocks use the gated delta rule; the others attend, with gated heads.
 
-The norms are centred at zero (1 + w), and a quarter of a head's channels turns. Families with experts share all of this
-but the MLP.
+The norms are centered at zero (1 + w), and a quarter of a head's channels rotates. Families with experts share
+everything but the MLP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,17 +46,17 @@ DELTA = {
     "norm": ("linear_attn.norm.weight",),
     "o": ("linear_attn.out_proj.weight",),
 }
-PART, EVERY = "partial_rotary_factor", 4  # a block that attends comes after three others
+PART, EVERY = "partial_rotary_factor", 4  # every fourth block attends
 OWN = ("layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype", "rope_parameters", PART)
-WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # which published configs say are not used
+WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")  # unused according to published configs
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of the tensors of such a model by the end of their names."""
+    """Return the shapes of the family's tensors by the end of their name."""
     m, e, q = c.mixers, c.experts, c.heads * c.groups * c.head_dim
     assert m is not None
     out: dict[str, tuple[int, ...]] = {}
-    if e:  # its own come first: one end may be the end of another
+    if e:  # specific ends come first, because one end may be the end of another
         out |= {f"shared_expert.{name}_proj.weight": (e.shared, c.width) for name in ("gate", "up")}
         out |= {"shared_expert.down_proj.weight": (c.width, e.shared), "shared_expert_gate.weight": (1, c.width)}
         out |= shapes(c)
@@ -76,7 +76,7 @@ TENSORS = Names(
     mixer={**DELTA, **MLP},
     sparse_mixer={**DELTA, **EXPERTS},
     shapes=_shapes,
-    unread=("mtp.",),  # blocks that predict a token more
+    unread=("mtp.",),  # multi-token prediction blocks
 )
 
 
@@ -118,7 +118,14 @@ def hybrid(
     fields: Sequence[str] = (),
     experts: Callable[[Fields, int], Experts] | None = None,
 ) -> ModelConfig:
-    """ModelConfig of a config dict of a family; experts(fields, blocks): those of a model that has any, by `fields`."""
+    """Read a config dict of the Qwen3.5 family.
+
+    Args:
+        hf: Hugging Face config dict.
+        family: Expected model_type.
+        fields: Names of the fields that `experts` reads.
+        experts: experts(fields, blocks) reads the experts of a MoE model; None: no experts.
+    """
     f = Fields(
         {
             k: x
@@ -136,11 +143,11 @@ def hybrid(
     if "mlp_only_layers" not in fields:
         f.only("mlp_only_layers", [], way_out="experts in every block, or in none")
     for name in [name for name in f.rest if name.startswith("mtp_")]:
-        f.take(name, None)  # of blocks that are not read
+        f.take(name, None)  # multi-token prediction, not read
     depth = Fields(rest, family).number("num_hidden_layers", most=LAYERS)
     mixers, part, turns = _mixers(f, depth), f.number(PART, 0.25, float, most=1), f.mapping("rope_parameters")
     part = Fields({PART: turns.get(PART)}, family, "rope_parameters.").number(PART, part, float, most=1)
-    # which channels turn by the place in a picture: a text has one place
+    # M-RoPE fields assign channels to image axes, whose positions are all equal for text
     turns = {k: x for k, x in turns.items() if k not in (PART, "mrope_section", "mrope_interleaved")}
     rest |= {"num_hidden_layers": depth - len(mixers.at), "rope_parameters": turns}
     c = read(rest, family, head_dim=256, ropes=partial(_ropes, part))
@@ -150,12 +157,12 @@ def hybrid(
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3_5_text; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type qwen3_5_text; ValueError names an unsupported field."""
     return hybrid(hf, "qwen3_5_text")
 
 
 def both(params: Params, i: int, x: Array) -> tuple[Projected, Array]:
-    """Queries, keys and values of x [B, T, E], and the gates of the heads before their sigmoid, [B, H, G, T, D]."""
+    """Compute queries, keys and values of x [B, T, E], and the gates [B, H, G, T, D] before their sigmoid."""
     w, c = params.layers[i], params.config
     x = rms(w["norm1"], x, c.eps)
     every = rearrange(linear(w["qkv"], x), "b t h g d -> b h g t d")
@@ -165,12 +172,12 @@ def both(params: Params, i: int, x: Array) -> tuple[Projected, Array]:
 
 
 def project(params: Params, i: int, x: Array, pos: Array) -> Projected:
-    """Queries, keys and values of layer i for the rows x [B, T, E] at pos i32[B, T]; q and k are normed."""
+    """Compute layer i's queries, keys and values before RoPE from x [B, T, E]; q and k are normed."""
     return both(params, i, x)[0]
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     p, gate = both(params, i, x)
 
     def gated(i: int, p: Projected) -> tuple[Array, Any]:
@@ -181,7 +188,7 @@ def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple
 
 
 def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:
-    """Block i of x [B, T, E], where the caller's mix(weights, normed x) returns (the mixer's output, aux)."""
+    """Run recurrent block i on x [B, T, E]; the caller's mix(weights, normed x) returns (output, aux)."""
     w, c = params.layers[i], params.config
     y, aux = mix(w, rms(w["norm1"], x, c.eps))
     x = x + y
@@ -190,5 +197,5 @@ def recur(params: Params, i: int, x: Array, mix: Any) -> tuple[Array, Any]:
 
 
 def head(params: Params, x: Array) -> Array:
-    """x [B, T, E] -> logits f32[B, T, V]."""
+    """Compute logits f32[B, T, V] from x [B, T, E], with the final norm."""
     return unembed(params, rms(params.norm, x, params.config.eps))

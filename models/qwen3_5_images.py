@@ -1,4 +1,4 @@
-"""Qwen3.5 as it is published: the text part of a model that reads images too, whose tower stays unread."""
+"""Qwen3.5 as published: the text model of a multimodal checkpoint; the vision tower is not read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +10,9 @@ from .qwen3_5 import embed, head, layer, project, recur
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 
-# Of pictures, and of the tokens that stand for them
+# Fields of images and their tokens
 PICTURES = "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id".split()
-WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings")  # said of the whole model, or of its text part
+WHOLE = ("eos_token_id", "bos_token_id", "tie_word_embeddings")  # fields of the whole config or of text_config
 PARTS = {"qwen3_5": qwen3_5, "qwen3_5_moe": qwen3_5_moe}
 BLOCKS = "model.language_model.layers"
 
@@ -32,8 +32,7 @@ TENSORS = replace(
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3_5 or qwen3_5_moe; ValueError names a field that is not
-    supported."""
+    """Read a Hugging Face config dict with model_type qwen3_5 or qwen3_5_moe; ValueError names an unsupported field."""
     family = hf.get("model_type", "qwen3_5")
     f = Fields(hf, family)
     text = {name: x for name, x in f.mapping("text_config").items() if x is not None}

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, text only: in every block, beside a shared one with a gate of its own."""
+"""Qwen3.5 with experts, text only: MoE in every block, plus a shared expert with its own gate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared
 
 
 def each(at: str, c: ModelConfig, tensors: Tensors) -> Tensors:
-    """The tensors of every expert, where a checkpoint has one of all: gate and up [N, 2 F, E], down [N, E, F]."""
+    """Split tensors that hold all experts, gate and up [N, 2 F, E], down [N, E, F], into one per expert."""
     e, out = c.experts, dict(tensors)
     assert e is not None
     sizes = {"gate_up_proj": (2 * e.hidden, c.width), "down_proj": (c.width, e.hidden)}
@@ -46,13 +46,13 @@ TENSORS = replace(qwen3_5.TENSORS, read=partial(each, qwen3_5.TENSORS.blocks))
 
 
 def experts(f: Fields, blocks: Sequence[int], count: int, active: int, **more: Any) -> Experts:
-    """The experts of blocks, by default so many."""
+    """Read the experts of `blocks`; `count` and `active` are the family's defaults."""
     count, active = f.number("num_experts", count), f.number("num_experts_per_tok", active)
     hidden, shared = f.number("moe_intermediate_size", 512), f.number("shared_expert_intermediate_size", 512)
     return replace(experts_of(f, count, active, hidden, shared=shared, **more), at=tuple(blocks))
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3_5_moe_text; ValueError names a field that is not supported."""
-    unused = {"intermediate_size": hf.get("moe_intermediate_size", 512)}  # of an MLP that no block has
+    """Read a Hugging Face config dict with model_type qwen3_5_moe_text; ValueError names an unsupported field."""
+    unused = {"intermediate_size": hf.get("moe_intermediate_size", 512)}  # no block has a dense MLP
     return hybrid(unused | dict(hf), "qwen3_5_moe_text", FIELDS, lambda f, depth: experts(f, range(depth), 256, 8))

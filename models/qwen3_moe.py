@@ -26,12 +26,15 @@ def _extra(f: Fields, width: int) -> dict[str, Any]:
 
 
 def number(f: Fields) -> int:
-    """Of experts."""
+    """Read the number of experts."""
     return f.number("num_local_experts", f.number("num_experts", 128 if "num_local_experts" not in f.rest else None))
 
 
 def dense(hf: Mapping[str, Any], layers: int) -> list[int]:
-    """The blocks without experts: those that the config names, and all but each n-th."""
+    """Return the blocks without experts: those in mlp_only_layers, and all but every n-th.
+
+    n is decoder_sparse_step.
+    """
     f = Fields(hf, "qwen3_moe")
     named, step = f.take("mlp_only_layers", []), f.number("decoder_sparse_step", 1)
     if not isinstance(named, list) or not all(map(whole, named)):
@@ -40,12 +43,12 @@ def dense(hf: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3_moe; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type qwen3_moe; ValueError names an unsupported field."""
     rest = {k: v for k, v in hf.items() if k not in ("mlp_only_layers", "decoder_sparse_step")}
     c = read(rest, "qwen3_moe", windows=windows, extra=_extra)
     return everywhere(c, but=dense(hf, c.layers))
 
 
 def layer(params: Params, i: int, x: Array, pos: Array, attend: Attend) -> tuple[Array, Any]:
-    """Layer i of x [B, T, E] at pos i32[B, T]; `attend(i, projected) -> (o [B, H, G, T, D], aux)` is the caller's."""
+    """Run layer i on x [B, T, E]; the caller's attend(i, projected) returns (o [B, H, G, n, D], aux)."""
     return block(params, i, x, project(params, i, x, pos), attend, feed)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: the blocks of Qwen3.5, with experts in most; its checkpoints order a mixer's tensors by key heads."""
+"""Qwen3-Next: the blocks of Qwen3.5 with experts in most; checkpoints group a mixer's tensors by key head."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +18,10 @@ SPARSE = ("mlp_only_layers", "decoder_sparse_step")
 
 
 def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
-    """What makes queries, keys and values, gates, strengths and step sizes, which checkpoints have key head by key head
-    in two tensors: [G (2 N + 2 R P), E] and [G 2 R, E]."""
+    """Split the two mixer tensors that checkpoints group by key head into one tensor per projection.
+
+    They are [G (2 N + 2 R P), E] with queries, keys, values and gates, and [G 2 R, E] with strengths and step sizes.
+    """
     m, blocks = c.mixers, qwen3_5.TENSORS.blocks
     assert m is not None
     out, each_heads = dict(each(blocks, c, tensors)), m.heads // m.groups
@@ -49,7 +51,7 @@ TENSORS = replace(qwen3_5.TENSORS, read=apart)
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type qwen3_next; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type qwen3_next; ValueError names an unsupported field."""
 
     def made(f: Any, depth: int) -> Any:
         normed, without = bool(f.take("norm_topk_prob", True)), qwen3_moe.dense(f.rest, depth)

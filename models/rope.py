@@ -1,4 +1,4 @@
-"""Rotary position embedding from two small exact tables."""
+"""Rotary position embedding (RoPE) from two small exact tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,21 @@ import numpy as np
 from jax import Array
 
 COARSE_BITS = 8
-COARSE = 1 << COARSE_BITS  # position = COARSE * a + b: angles of a and of b come from float64 tables
+COARSE = 1 << COARSE_BITS  # position = COARSE * a + b: a and b have float64 angle tables
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotate the halves of a head: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), angle = pos * inv_freq.
 
-    `inv_freq` has D/2 entries (fewer: only the first 2 * len(inv_freq) channels turn, or none), `scale` multiplies cos
-    and sin (yarn), `longest` is the largest position plus one. Angles stay exact for any position: the rotation is the
-    complex product of two tables made in float64, instead of one float32 angle. A position behind the tables turns to
-    NaN, which ends a row with an error; `ahead` has no such end.
+    Angles stay exact at any position, because the rotation is the complex product of two tables computed in float64
+    instead of one float32 angle. A position past the tables gives NaN, which ends the row with an error; `ahead` has no
+    limit.
+
+    Attributes:
+        inv_freq: D/2 frequencies; with fewer, only the first 2 * len(inv_freq) channels rotate (none if empty).
+        longest: Largest position plus one.
+        scale: Factor of cos and sin (YaRN).
 
     >>> import jax.numpy as jnp
     >>> rope = Rope(inv_freq=(1.0, 0.1), longest=512)
@@ -31,7 +35,7 @@ class Rope:
     scale: float = 1.0
 
     def tables(self, pos: Array) -> tuple[Array, Array]:
-        """cos, sin f32[..., D/2] of int positions; negative (dead) positions act as 0."""
+        """Return cos and sin f32[..., D/2] of int positions; negative positions (pad tokens) count as 0."""
         freq = np.asarray(self.inv_freq, np.float64)
         fine = np.arange(COARSE)[:, None] * freq
         coarse = np.arange(-(-self.longest // COARSE))[:, None] * COARSE * freq
@@ -41,7 +45,7 @@ class Rope:
         return ca * cb - sa * sb, sa * cb + ca * sb
 
     def ahead(self, pos: Array, offsets: Sequence[int]) -> tuple[Array, Array]:
-        """cos, sin f32[..., D/2]: the mean over `offsets` of the rotations to pos + offset, which may be any number.
+        """Return cos and sin f32[..., D/2] averaged over the rotations to pos + offset, for any offsets.
 
         >>> cos, sin = Rope(inv_freq=(0.001,), longest=512).ahead(jnp.array([500]), [4000])
         >>> bool(jnp.allclose(cos, jnp.cos(4.5))), bool(jnp.allclose(sin, jnp.sin(4.5)))
@@ -53,7 +57,9 @@ class Rope:
         return cos * a - sin * b, sin * a + cos * b
 
     def rotate(self, x: Array, pos: Array, inverse: bool = False) -> Array:
-        """x [..., D] at pos [...] (broadcast against x without its last axis), computed in float32, dtype kept.
+        """Rotate x [..., D] at pos, in float32, keeping its dtype; `inverse` undoes the rotation.
+
+        pos has the shape [...] or broadcasts to it.
 
         >>> rope, x, at = Rope(inv_freq=(0.5,), longest=512, scale=1.25), jnp.ones((1, 2)), jnp.array([300])
         >>> bool(jnp.allclose(rope.rotate(rope.rotate(x, at), at, inverse=True), x))
@@ -63,7 +69,7 @@ class Rope:
             return x
         cos, sin = self.tables(pos)
         if inverse:
-            back = 1 / self.scale**2  # the tables have the scale once, and so has x
+            back = 1 / self.scale**2  # the tables and the rotated x both carry the scale
             cos, sin = cos * back, -sin * back
         half = len(self.inv_freq)
         turn, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
@@ -73,5 +79,5 @@ class Rope:
 
 
 def _rows(table: np.ndarray, index: Array) -> Array:
-    """f32 rows of a table at an index that is not negative; NaN behind its end."""
+    """Gather f32 rows of a table at non-negative indices; NaN past its end."""
     return jnp.asarray(table, jnp.float32).at[index].get(mode="fill", fill_value=np.nan, wrap_negative_indices=False)

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer turns nothing, so that it knows no positions but by what it sees."""
+"""SmolLM3: Llama without RoPE in every fourth layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
 
 
 def _turns(f: Fields, layers: int) -> list[Any]:
-    """`no_rope_layers`, in which 1 is a layer that turns and 0 one that does not; the field stays to be read again."""
+    """Read `no_rope_layers`, in which 1 means RoPE and 0 none; the field stays, because `_ropes` reads it again."""
     period = f.number("no_rope_layer_interval", 4)
     turns = f.take("no_rope_layers", [int((i + 1) % period != 0) for i in range(layers)])
     if not isinstance(turns, list) or len(turns) != layers or not all(x in (0, 1) for x in turns):
@@ -26,7 +26,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     window = f.number("sliding_window", None)
     if not f.take("use_sliding_window", False):
         window = None
-    f.take("max_window_layers", None)  # written, and read by nobody
+    f.take("max_window_layers", None)  # no code reads it
     default = ["full_attention" if turn or window is None else "sliding_attention" for turn in _turns(f, layers)]
     return by_layer_type(f, layers, window, default)
 
@@ -38,7 +38,7 @@ def _ropes(f: Fields, dim: int, context: int, windows: tuple[int | None, ...]) -
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config dict with model_type smollm3; ValueError names a field that is not supported."""
+    """Read a Hugging Face config dict with model_type smollm3; ValueError names an unsupported field."""
     if hf.get("rope_theta") is None and not hf.get("rope_parameters"):
         hf = {**hf, "rope_theta": 2e6}
     return read(hf, "smollm3", tied=True, windows=_windows, ropes=_ropes)

@@ -1,4 +1,4 @@
-"""A scale of logits that saturates."""
+"""Soft-capped scale of logits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Capped:
-    """A scale with a soft cap: x * scale = cap tanh(x by / cap), which is near x by where that is small.
+    """A scale with a soft cap: x * scale = cap tanh(x by / cap), close to x by while that is small.
 
-    It stands where a number stands, so whatever multiplies inner products by the scale of a model obeys it; as a number
-    it is `by`. Source: Gemma 2 (2408.00118).
+    It can replace a plain number wherever logits are multiplied by a scale; float(scale) is `by`. Source: Gemma 2
+    (2408.00118).
+
+    Attributes:
+        by: The scale.
+        cap: Limit of the logits.
 
     >>> scale = Capped(by=2.0, cap=50.0)
     >>> (jnp.array([0.0, 1.0, 1e9]) * scale).round(2).tolist(), float(scale)
@@ -24,7 +28,7 @@ class Capped:
     by: float
     cap: float
 
-    __array_ufunc__ = None  # numpy arrays leave the product to this class
+    __array_ufunc__ = None  # makes numpy arrays use __rmul__
 
     def __rmul__(self, x: Any) -> Array:
         return self.cap * jnp.tanh(x * (self.by / self.cap))

@@ -1,1 +1,1 @@
-"""Models and files: hubs, object stores, GGUF, safetensors, tokenizers, trained weights."""
+"""Model and file I/O: hubs, object stores, GGUF, safetensors, tokenizers, trained weights."""

@@ -1,4 +1,4 @@
-"""Arrays and a little JSON in one file, written whole or not at all, and read without running any code."""
+"""Arrays and a little JSON in one file, written atomically and read without running code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 VERSION = 2
-_UNSEALED = 1  # a header without a digest: the card of such weights has theirs
+_UNSEALED = 1  # version without a digest in the header: the card of such weights has it
 _KEY = "jkv"
 _RESERVED = "__metadata__"
 _AGAIN = "write the checkpoint again"
@@ -27,10 +27,13 @@ _DTYPES = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 floa
 
 
 def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict[str, Any]) -> None:
-    """Writes named arrays and JSON-able `meta` to `path`; raises ValueError for what cannot be stored, OSError.
+    """Write named arrays and JSON metadata to `path` atomically, with a SHA-256 of both in the header.
 
-    The header has a SHA-256 of all of it. The file is replaced only once the new one is safely on disk: a full disk or
-    a kill leaves the old one.
+    The old file is replaced only once the new one is safely on disk, so a full disk or a kill leaves the old file.
+
+    Raises:
+        ValueError: An array or the metadata cannot be stored.
+        OSError: The file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -46,9 +49,9 @@ def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.touch()
-        mode = temporary.stat().st_mode  # what is new here can be read by whom the user lets read
+        mode = temporary.stat().st_mode  # permissions of new files under the user's umask
         save_file(plain, temporary, metadata={_KEY: header})
-        temporary.chmod(mode)  # and not by the owner alone, as save_file has it
+        temporary.chmod(mode)  # save_file makes the file readable by its owner only
         _sync(temporary)
         os.replace(temporary, target)
     except (SafetensorError, OSError) as error:
@@ -59,7 +62,7 @@ def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict
 
 
 def _plain(name: str, array: Any) -> np.ndarray:
-    # Order "C" because the writer takes the bytes as they lie.
+    # C order, because the writer takes the bytes in memory order.
     plain = np.asarray(array, order="C")
     if name == _RESERVED:
         raise ValueError(f"an array cannot be named {name!r}, which the format reserves; choose another name")
@@ -74,7 +77,7 @@ def _sync(path: Path) -> None:
 
 
 def digest(arrays: Mapping[str, np.ndarray], meta: Any = None) -> str:
-    """SHA-256 of the bytes of named arrays, their types and shapes, and of what is said about them.
+    """Return the SHA-256 of named arrays (bytes, types and shapes) and of JSON metadata.
 
     >>> digest({"a": np.ones(3)}) == digest({"a": np.ones((3, 1))})
     False
@@ -88,7 +91,7 @@ def digest(arrays: Mapping[str, np.ndarray], meta: Any = None) -> str:
 
 
 def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and meta that `write` put into `path`; raises FormatError if it is no whole checkpoint."""
+    """Read the arrays and metadata that `write` stored; raises FormatError for a damaged or foreign file."""
     with opened(path) as (meta, names, arrays):
         return arrays(names), meta
 
@@ -97,9 +100,10 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def opened(
     path: str | Path,
 ) -> Iterator[tuple[dict[str, Any], list[str], Callable[[Iterable[str]], dict[str, np.ndarray]]]]:
-    """The meta of a checkpoint, the names of its arrays, and a function that reads these once they are wanted.
+    """Open a file of `write`: yields its metadata, its array names, and a function that reads the arrays.
 
-    Raises FormatError as `read` does, and where the names are others than those that are asked for.
+    Raises:
+        FormatError: As `read`; also if the requested names differ from the stored ones.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -128,7 +132,7 @@ def opened(
 
 
 def _meta(path: Path, header: str | None) -> tuple[dict[str, Any], str | None]:
-    """The meta and the digest of all."""
+    """Parse the header; return the metadata and the digest (None for version 1)."""
     if header is None:
         raise FormatError(path, "it is a safetensors file but no jkv checkpoint", "give a file that jkv wrote")
     try:

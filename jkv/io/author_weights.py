@@ -1,4 +1,4 @@
-"""Weights of methods as their authors publish them: read, checked, never run."""
+"""Method weights in the formats their authors publish: read and checked, never executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jkv.io.files import read_json
 from jkv.io.safetensors import read_file, read_folder
 
 HEADS = "full_attention_heads.tsv"
-_FASTKVZIP = {  # the tensors of a layer's gate, and what they are called here
+_FASTKVZIP = {  # tensor of a layer's gate -> its name here
     "q_proj.weight": "query",
     "q_proj.bias": "offset",
     "k_proj.weight": "key",
@@ -25,10 +25,16 @@ _FASTKVZIP = {  # the tensors of a layer's gate, and what they are called here
 
 
 def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
-    """Surrogates of KVzap, f32: out [L,H,W] and offset [L,H], and for those of two layers into [L,W,E] and bias [L,W].
+    """Read the surrogate models of KVzap from a folder.
 
-    A folder with a config.json (n_modules, input_dim, output_dim, hidden_dim) and one safetensors file of
-    torch.nn.Linear, in torch.nn.Sequential where there are two. FormatError for anything else.
+    The folder has a config.json (n_modules, input_dim, output_dim, hidden_dim) and one safetensors file: a
+    torch.nn.Linear per layer, or two in a torch.nn.Sequential if hidden_dim is set.
+
+    Returns:
+        f32 arrays: out [L,H,W] and offset [L,H]; for two-layer surrogates also into [L,W,E] and bias [L,W].
+
+    Raises:
+        FormatError: The folder is anything else.
     """
     source = read_folder(folder)
     wanted = ("n_modules", "input_dim", "output_dim")
@@ -54,7 +60,7 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def _stacked(source: str | Path, found: Mapping[str, np.ndarray], shape: tuple[int, ...], way_out: str) -> np.ndarray:
-    """f32[L,...] of a tensor of every layer, by their names; FormatError for one of another shape, NaN or infinity."""
+    """Stack one tensor of every layer to f32[L,...]; FormatError for another shape, NaN or infinity."""
     made = []
     for name, x in found.items():
         x = np.asarray(x, np.float32)
@@ -66,10 +72,17 @@ def _stacked(source: str | Path, found: Mapping[str, np.ndarray], shape: tuple[i
 
 
 def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
-    """Of DuoAttention how much each kv head needs everything, f32[L,H] in [0, 1]; and its sinks and newest tokens.
+    """Read a head pattern of DuoAttention from a folder.
 
-    A folder with full_attention_heads.tsv (a row a layer, a number a head) and a config.json (sink_size, recent_size).
-    FormatError for anything else.
+    The folder has full_attention_heads.tsv (a line per layer, a number per kv head) and a config.json (sink_size,
+    recent_size).
+
+    Returns:
+        f32[L,H] in [0, 1], how much each kv head needs the full context; the sink size; the recent window, both in
+        tokens.
+
+    Raises:
+        FormatError: The folder is anything else.
     """
     path, way_out = Path(folder), "give a folder of DuoAttention's attn_patterns"
     config = read_json(path / "config.json") or {}
@@ -84,22 +97,30 @@ def duoattention(folder: str | Path) -> tuple[np.ndarray, int, int]:
 
 
 def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
-    """Gates of Fast KVzip, f32: query [L,H,G,D,E], offset [L,H,G,D], key [L,H,D,E], query_scale and key_scale [L,D],
-    sinks [L,H,S,D] and shift [L,H,G].
+    """Read the gates of Fast KVzip from a safetensors file.
 
-    Its authors publish files of torch.save, such as qwen3-8b/q4_dim16_sink16.pt, which are pickles and could run code:
-    jkv reads the `module` of one, a list of the layers' state dicts, as safetensors, "module.0.b" and so on
-    (docs/training.md has the lines that convert one). FormatError for anything else.
+    The authors publish torch.save files, such as qwen3-8b/q4_dim16_sink16.pt, which are pickles and could run code. jkv
+    reads the `module` of one, a list of state dicts of the layers, converted to safetensors with names such as
+    "module.0.b" (docs/training.md has the lines that convert one).
+
+    Returns:
+        f32 arrays: query [L,H,G,D,E], offset [L,H,G,D], key [L,H,D,E], query_scale and key_scale [L,D], sinks
+            [L,H,S,D], shift [L,H,G].
+
+    Raises:
+        FormatError: The file is anything else.
     """
     way_out = "give the module of a gate of Fast KVzip as safetensors (docs/training.md says how)"
     with refusing(file, "it is no file of safetensors", way_out):
         tensors = read_file(file)
+    # Check that every layer has all tensors and nothing else.
     named = [re.fullmatch(r"module\.(\d{1,9})\.(.+)", name) for name in tensors]
     count = 1 + max((int(x[1]) for x in named if x), default=-1)
     names = {f"module.{i}.{name}" for name in _FASTKVZIP for i in range(min(count, len(tensors)))}
     if odd := sorted(names ^ set(tensors)) or ["module.0.b"][count:]:
         what = "is missing" if odd[0] not in tensors else "is none of its tensors"
         raise FormatError(file, f"{odd[0]!r} {what}", way_out)
+    # Take the sizes from the first layer, then check and stack all layers.
     first = {name: np.shape(tensors[f"module.0.{name}"]()) for name in ("k_base", "b", "k_proj.weight")}
     if [len(x) for x in first.values()] != [4, 3, 2]:
         forms = ", ".join(str(list(x)) for x in first.values())

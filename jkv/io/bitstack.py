@@ -1,4 +1,4 @@
-"""Weights of so many bytes, in blocks (BitStack, 2410.23918): made at the load, or of a folder that has their order."""
+"""BitStack weights (2410.23918): blocks within a byte budget, made at load or read from a calibrated folder."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ if TYPE_CHECKING:
     from jkv.models.weights.params import Tensors
 
 NAME, CARD = "bitstack", "card.json"
-LEVELS = 16  # blocks of a matrix, at most
+LEVELS = 16  # maximum blocks per matrix
 PARTS = ("signs", "left", "right")
-Place = tuple[int, str]  # a matrix: its layer and field
+Place = tuple[int, str]  # layer and field of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a text asks for: bytes of all weights, and a folder of `jkv calibrate bitstack` or the rank of blocks."""
+    """Parsed arguments of weights="bitstack(...)".
+
+    Attributes:
+        bytes: Byte budget of all weights.
+        blocks: Folder of `jkv calibrate bitstack`, or None to decompose at load.
+        k: Rank of a block.
+    """
 
     bytes: int
     blocks: str | None = None
@@ -46,11 +52,12 @@ class Asked:
 
 
 def is_asked(text: str) -> bool:
+    """Return whether a `weights` argument selects BitStack."""
     return text.split("(")[0].strip() == NAME
 
 
 def asked(text: str) -> Asked:
-    """What "bitstack(bytes='60MiB', blocks='FOLDER')" asks for; ValueError for other arguments.
+    """Parse "bitstack(bytes='60MiB', blocks='FOLDER')"; raises ValueError for other arguments.
 
     >>> asked("bitstack(bytes='60MiB', k=4)")
     Asked(bytes=62914560, blocks=None, k=4)
@@ -72,11 +79,21 @@ def asked(text: str) -> Asked:
 def form(
     text: str, config: Mapping[str, Any], tensors: Tensors, dtype: Any, bars: contextlib.ExitStack | None = None
 ) -> Bitstack:
-    """The form of the first blocks that fit, for a Hugging Face config and tensors by name.
+    """Build the weight format with the first blocks that fit the byte budget.
 
-    Without a folder the order is level by level, in a level layer by layer, which is not the paper's, and blocks are
-    made when the model is built, with a bar in `bars`. ValueError for too few bytes, a k above a rank, and a folder of
-    another model; FormatError for a folder that is none.
+    Without a folder the order is level by level, and layer by layer within a level, which is not the paper's order; the
+    blocks are then decomposed when the model is built.
+
+    Args:
+        text: The `weights` argument.
+        config: Hugging Face config dict.
+        tensors: Readers of the tensors, by name.
+        dtype: Float type of the weights that are not in blocks.
+        bars: Exit stack that receives a progress bar.
+
+    Raises:
+        ValueError: Too few bytes, a k above a rank, or a folder for another model.
+        FormatError: The folder was not written by `jkv calibrate bitstack`.
     """
     what, c = asked(text), read_config(config)
     if what.blocks is not None:
@@ -102,14 +119,22 @@ def _made(k: int, say: Callable[[str], None], layer: int, field: str, n: int, x:
 
 
 def shapes(c: ModelConfig) -> dict[Place, tuple[int, ...]]:
-    """The matrices that have blocks: those of the layers, in their order."""
+    """Return the shapes of the matrices that are kept in blocks: those of the layers, in order."""
     return {(i, n): x.shape for i, layer in enumerate(abstract(c).layers) for n, x in layer.items() if signed(n)}
 
 
 def fit(c: ModelConfig, dtype: Any, k: int, order: Sequence[Place], most: int) -> dict[Place, int]:
-    """Blocks of each matrix: one, and then those of the order until one does not fit into `most` bytes of all weights.
+    """Count the blocks per matrix: one each, then in `order` until the next one would exceed the budget.
 
-    ValueError where one of each does not fit, with what it takes.
+    Args:
+        c: Model config.
+        dtype: Float type of the weights that are not in blocks.
+        k: Rank of a block.
+        order: Matrices in the order in which they get another block.
+        most: Byte budget of all weights.
+
+    Raises:
+        ValueError: One block per matrix does not fit; the message has the bytes needed.
     """
     sizes = {place: block_bytes(shape, k) for place, shape in shapes(c).items()}
     counts = dict.fromkeys(sizes, 1)
@@ -128,15 +153,18 @@ def fit(c: ModelConfig, dtype: Any, k: int, order: Sequence[Place], most: int) -
 
 
 def size(params: Params) -> int:
-    """Bytes of all weights."""
+    """Return the bytes of all weights."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What `jkv calibrate bitstack` wrote: a file of blocks for each matrix, and a card with the order of all.
+    """A folder of `jkv calibrate bitstack`: one file of blocks per matrix, and a card with the block order.
 
-    what: the model, the settings and the texts, which each file names too.
+    Attributes:
+        path: The folder.
+        what: Model, settings and texts of the calibration; every file repeats them.
+        order: Matrices in the order in which they get another block.
     """
 
     path: Path
@@ -145,7 +173,7 @@ class Folder:
 
     @classmethod
     def read(cls, folder: str | Path) -> Folder:
-        """FormatError for what is no such folder, or is not finished."""
+        """Read the card of a folder; FormatError if it is not a finished BitStack folder."""
         path = Path(folder).expanduser()
         card = read_json(path / CARD)
         if card is None:
@@ -166,10 +194,11 @@ class Folder:
 
     @property
     def k(self) -> int:
+        """Rank of a block."""
         return self.what["k"]
 
     def check(self, c: ModelConfig, tensors: Tensors) -> None:
-        """ValueError unless it is for this model."""
+        """Raise ValueError unless the folder is for this model."""
         if (own := sampled(c, tensors)) != self.what["model"]:
             raise ValueError(
                 f"{self.path} has the blocks of the model {self.what['model']}, and this one is {own}: load that one, "
@@ -179,15 +208,16 @@ class Folder:
             raise broken(self.path, f"its {CARD} orders {min(other)}, which this model has not")
 
     def file(self, place: Place) -> Path:
+        """Return the path of a matrix's blocks."""
         return self.path / f"{place[0]:03d}-{place[1]}.safetensors"
 
     def write(self, place: Place, blocks: Blocks) -> None:
-        """The blocks of a matrix, whole or not at all."""
+        """Write the blocks of a matrix atomically."""
         self.path.mkdir(parents=True, exist_ok=True)
         array_file.write(self.file(place), dict(zip(PARTS, blocks, strict=True)), dict(self.what))
 
     def blocks(self, place: Place) -> Blocks:
-        """All blocks of a matrix; FormatError for a file that is cut, of another run, or no numbers."""
+        """Read all blocks of a matrix; FormatError for a damaged file, another run, NaN or infinity."""
         file = self.file(place)
         with array_file.opened(file) as (meta, _, arrays):
             if meta != self.what:
@@ -198,7 +228,7 @@ class Folder:
         return signs, left, right
 
     def first(self, layer: int, field: str, n: int, x: Stack) -> Blocks:
-        """The first n blocks of a matrix; FormatError unless they are this one's."""
+        """Read the first n blocks of a matrix; FormatError unless their shapes fit it."""
         signs, left, right = self.blocks((layer, field))
         (*out, width), levels = x.shape, self.what["levels"]
         own = ((*out, levels, -(-width // 8)), np.uint8), ((*out, levels, self.k), np.float16)
@@ -207,10 +237,11 @@ class Folder:
         return signs[..., :n, :], left[..., :n, :], right[:n]
 
     def finish(self, order: Sequence[Place], about: Mapping[str, Any]) -> None:
-        """The card, with which the folder is whole."""
+        """Write the card, which completes the folder; `about` has additional entries."""
         card = {"method": NAME, "what": dict(self.what), "order": [list(place) for place in order], **about}
         overwrite(self.path / CARD, json.dumps(finite(card)) + "\n")
 
 
 def broken(path: Path, cause: str) -> FormatError:
+    """Build the error for an unusable BitStack folder."""
     return FormatError(path, cause, f"give a folder that `jkv calibrate {NAME}` finished")

@@ -1,9 +1,9 @@
-"""Chat templates, rendered by a process of their own: they cannot take more time or memory than it is given.
+"""Chat templates, rendered in a child process with hard limits on time and memory.
 
-Within one process neither can be bounded: what jinja2 leaves to Python's own functions (a format's width, a list that
-doubles, `replace`, `join`, `tojson(indent=)`) has no steps that could be counted, and is too much to intercept. So one
-child, which imports only jinja2, renders all templates under limits that the system keeps. It is started for the first
-prompt, kept, and started again where a template has ended it; a runtime with threads is not forked.
+Within one process neither can be bounded: work that jinja2 leaves to Python functions (a format's width, a list that
+doubles, `replace`, `join`, `tojson(indent=)`) has no steps to count, and is too much to intercept. So one child
+process, which imports only jinja2, renders all templates under limits that the operating system enforces. It starts at
+the first prompt, stays, and is restarted if a template has ended it. It is not forked, because the runtime has threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from typing import Any
 
 import psutil
 
-SECONDS = 5.0  # of processor time for one prompt; it takes milliseconds
-LOOK = 1.0  # seconds from one look at the process to the next
+SECONDS = 5.0  # CPU time limit per prompt; rendering takes milliseconds
+LOOK = 1.0  # seconds between two checks of the process state
 
 
 def render(template: str, names: Mapping[str, Any]) -> str:
-    """`template` (Jinja) rendered in a sandbox; raises ValueError for errors in it and for attempts to leave it.
+    """Render a Jinja template in a sandbox, within 5 seconds of CPU time and 1 GiB of memory.
 
-    So it does after 5 seconds of processor time and beyond 1 GiB of memory. Names are plain values, as JSON has them.
+    Args:
+        template: The template text.
+        names: Variables of the template, plain JSON values.
+
+    Raises:
+        ValueError: The template has an error, tries to leave the sandbox or exceeds the limits.
 
     >>> render("{% for m in messages %}<{{ m.role }}>{% endfor %}", {"messages": [{"role": "user"}]})
     '<user>'
@@ -46,7 +51,7 @@ def render(template: str, names: Mapping[str, Any]) -> str:
 
 
 class _Child:
-    """The process, started when it is needed; one thread asks at a time."""
+    """The rendering process: started on first use, serving one thread at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -54,6 +59,7 @@ class _Child:
         self.owner = 0
 
     def ask(self, request: bytes) -> dict[str, str]:
+        """Send a request and return the answer, {"text"} or {"error"}."""
         with self.lock:
             process = self._running()
             answered = threading.Event()
@@ -64,7 +70,7 @@ class _Child:
                 self.stop()
                 return {"error": f"it took more than {SECONDS:g} seconds or 1 GiB of memory, and was stopped"}
             except BaseException:
-                self.stop()  # an answer half read would be taken for the next one's
+                self.stop()  # the rest of a half-read answer would be taken for the next one
                 raise
             finally:
                 answered.set()
@@ -83,7 +89,7 @@ class _Child:
         return json.loads(said)
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A fork's copy of the pipes leads to the parent's child.
+        # After a fork, the copied pipes lead to the parent's child.
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             script = Path(__file__).with_name("chat_template_child.py")
             command = [sys.executable, "-I", "-S", str(script), *filter(None, sys.path)]
@@ -94,25 +100,25 @@ class _Child:
         return self.process
 
     def stop(self) -> None:
-        """End the process, if it runs."""
+        """Kill the process if it is running."""
         process, self.process = self.process, None
         if process is not None and self.owner == os.getpid():
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 try:
                     pipe.close() if pipe else None
-                except OSError:  # what was not sent yet
+                except OSError:  # unsent data
                     pass
             process.wait()
 
 
 def _watch(pid: int, answered: threading.Event) -> None:
-    """End a process that is stopped, which the system's limits of time do not; one that waits for a core goes on.
+    """Kill a process in the stopped state, which CPU time limits do not end; one that waits for a core continues.
 
-    Two looks: who stops and wakes a group of processes does not wake all of them at once.
+    Two checks in a row must agree, because resuming a stopped process group does not wake all processes at once.
     """
     stopped = 0
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # the process has ended
         process = psutil.Process(pid)
         while not answered.wait(LOOK):
             stopped = stopped + 1 if process.status() == psutil.STATUS_STOPPED else 0

@@ -1,9 +1,10 @@
-"""A program beside the runtime that renders chat templates, which are programs of strangers, within bounds.
+"""The child process that renders chat templates, which are untrusted programs, within limits.
 
-python -I -S chat_template_child.py FOLDER...   (where jinja2 is)
+python -I -S chat_template_child.py FOLDER...   (folders with jinja2)
 
-It imports nothing but jinja2. Requests and answers are JSON behind eight bytes of their length: {"template", "names",
-"seconds"} and {"text"} or {"error"}. It ends with its input, or where a template takes too much, by the system.
+It imports only jinja2. Requests and answers are JSON, each preceded by its length in eight bytes: {"template", "names",
+"seconds"} and {"text"} or {"error"}. The process ends with its input, or is killed by the operating system if a
+template exceeds a limit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-MEMORY = 1 << 30  # bytes of address space, of which Python and jinja2 take a twentieth
-LONGEST = 1 << 26  # characters of a prompt
+MEMORY = 1 << 30  # bytes of address space; Python and jinja2 take a twentieth
+LONGEST = 1 << 26  # maximum characters of a prompt
 
 
 def _environment() -> Any:
@@ -25,7 +26,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}: marks for training what the assistant says, which is rendered as it stands."""
+        """{% generation %}: marks assistant text for training; its content is rendered unchanged."""
 
         tags = {"generation"}
 
@@ -42,7 +43,7 @@ def _environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    # Templates come as Hugging Face writes them: these trims, loop controls and names are part of that dialect.
+    # Templates use the Hugging Face dialect: these trims, loop controls and names are part of it.
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
@@ -61,12 +62,12 @@ def _answer(compiled: Callable[[str], Any], request: dict[str, Any]) -> dict[str
         if len(text) > LONGEST:
             raise ValueError(f"its text has {len(text):,} characters; {LONGEST:,} are the most")
         return {"text": text}
-    except Exception as error:  # A template can raise anything.
+    except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def _limit(seconds: float) -> None:
-    """Processor time from now on, after which the system ends this process."""
+    """Limit the CPU time from now on; the operating system then kills this process."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -75,7 +76,7 @@ def _limit(seconds: float) -> None:
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answers requests until there are no more."""
+    """Answer requests until the input ends."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

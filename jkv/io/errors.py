@@ -1,4 +1,4 @@
-"""Errors of the input/output layer."""
+"""Errors of the I/O layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from os import PathLike
 
 
 class FormatError(ValueError):
-    """A file is not what it should be: names the file, the cause and the way out.
+    """A file or folder is not as expected; the message has the path, the cause and a way out.
 
     >>> print(FormatError("model.gguf", "the file is empty", "download it again"))
     model.gguf: the file is empty; download it again
@@ -19,18 +19,18 @@ class FormatError(ValueError):
 
 
 class FetchError(RuntimeError):
-    """A model could not be downloaded or stored: names what was tried, the cause and the way out."""
+    """A model could not be downloaded or stored; the message has the attempt, the cause and a way out."""
 
 
 def failed(error: BaseException) -> bool:
-    """Whether it is a failure, such as a panic of a package written in Rust, and not the user who interrupts."""
-    # A panic is no Exception, and its class cannot be imported.
+    """Return whether an exception is a failure, Rust panics included, and not an interrupt by the user."""
+    # A pyo3 panic is not an Exception, and its class cannot be imported.
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def refusing(path: str | PathLike[str], what: str, way_out: str) -> Iterator[None]:
-    """Turns any failure within it into a FormatError about `path`, panics of packages written in Rust included.
+    """Turn any failure in the block into a FormatError about `path`, Rust panics included.
 
     >>> with refusing("tokenizer.json", "it is no tokenizer", "download it again"):
     ...     raise Exception("expected a comma")

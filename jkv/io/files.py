@@ -1,4 +1,4 @@
-"""Small files of a model folder, and files that stand for others."""
+"""Small files of a model folder, and git-lfs pointers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jkv.io.errors import FormatError
 AGAIN = "download the folder again"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"  # a folder
-_LARGEST = 1 << 26  # bytes of a file of texts: the largest tokenizers have half of that
+_LARGEST = 1 << 26  # bytes of a text file: the largest tokenizers have half of that
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, None if there is no such file; raises FormatError if it is anything else."""
+    """Read the JSON object in a file; None if the file does not exist. Raises FormatError for anything else."""
     content = read_small(path)
     if content is None:
         return None
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_small(path: Path) -> bytes | None:
-    """The bytes of a file, None if there is none; raises FormatError for what has no end or is far too large."""
+    """Read the bytes of a file; None if it does not exist. Raises FormatError if not regular or too large."""
     try:
         if not path.exists():
             return None
@@ -45,7 +45,7 @@ def read_small(path: Path) -> bytes | None:
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file, None if there is none; raises FormatError as `read_small` does, and for other than UTF-8."""
+    """Read a UTF-8 file; None if it does not exist. Raises FormatError as `read_small`, and if it is not UTF-8."""
     content = read_small(path)
     try:
         return None if content is None else content.decode()
@@ -54,7 +54,7 @@ def read_text(path: Path) -> str | None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise FormatError for a file that git-lfs keeps elsewhere; OSError."""
+    """Raise FormatError for a git-lfs pointer, which stands for a file that was not downloaded. Raises OSError."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             cause = "it is a git-lfs pointer, which stands for a file that was not downloaded"

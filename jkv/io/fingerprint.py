@@ -1,4 +1,4 @@
-"""The fingerprint of a model: a digest of everything that its answers depend on, computed where its weights lie."""
+"""Model fingerprints: digests of everything a model's output depends on, computed on its devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
     from jkv.models.weights.params import Tensors
 
-_TEXTS = ("eos", "bos")  # where texts begin and end, which the tokenizer says too: no weight and no product of one
+_TEXTS = ("eos", "bos")  # ids that the tokenizer also has; no logit depends on them
 _KNOWN: dict[tuple[int, str], tuple[weakref.ref[Array], np.ndarray]] = {}
 
 
 def fingerprint(params: Params, dtype: Any = None) -> str:
-    """Hex digest of a model: its config, and every bit of every weight with its name, type and place.
+    """Return the hex digest of a model: its config, and every bit of every weight with its name, type and place.
 
-    Equal weights have one fingerprint, however they were read and over whatever devices they are divided. Another type
-    is another model, as its products round differently; dtype: that of the model if it had been read as this type.
-    Where several processes share an array, all of them must ask: each sums what it has, and only sums travel.
+    Equal weights have one fingerprint, however they were read and sharded. Another dtype is another model, because its
+    products round differently. If several processes share an array, all of them must call this: each sums its own
+    shards, and only the sums are exchanged.
+
+    Args:
+        params: The model.
+        dtype: Compute the fingerprint of the model as if it had been loaded in this dtype. None: as it is.
 
     >>> from jkv import models
     >>> one, two = models.random(models.TINY), models.random(models.TINY, seed=1)
@@ -40,7 +44,7 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
     exact = tuple(f"['{name}']" for name in EXACT)
     made = [dtype is None or name.endswith(exact) or name.count(".") > 1 for name, _ in leaves]  # dots: parts of codes
     kinds = [str(x.dtype if own else jnp.dtype(dtype)) for (_, x), own in zip(leaves, made, strict=True)]
-    # On one device all are begun before the first is waited for.
+    # On one device all sums are dispatched before the first is waited for.
     sums = [_known(x, kind) for (_, x), kind in zip(leaves, kinds, strict=True)]
     digest = hashlib.sha256(repr(_said(params.config)).encode())
     for (name, x), kind, known in zip(leaves, kinds, sums, strict=True):
@@ -49,13 +53,13 @@ def fingerprint(params: Params, dtype: Any = None) -> str:
 
 
 def weights(plan: Any) -> str:
-    """Hex digest of what a config has learned; empty where it is nothing."""
+    """Return the hex digest of a config's learned arrays; "" if it has none."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(plan)]
     return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()[:32] if arrays else ""
 
 
 def sampled(config: ModelConfig, tensors: Tensors) -> str:
-    """Hex digest of a model that is not in memory: its config, and the first row of every tensor, in float32."""
+    """Return the hex digest of a model on disk: its config, and the first row of every tensor in float32."""
     digest = hashlib.sha256(repr(_said(config)).encode())
     for name in sorted(tensors):
         x = tensors[name]()
@@ -65,9 +69,9 @@ def sampled(config: ModelConfig, tensors: Tensors) -> str:
 
 
 def _said(x: Any) -> Any:
-    """A config in plain values: floats as the float32 that products are made with, as files keep more or fewer digits.
+    """Convert a config to plain values; floats become float32, because files store more or fewer digits.
 
-    Without what is at its default, so that a field that is added later changes no name.
+    Values at their default are left out, so that a field added later changes no fingerprint.
     """
     if is_dataclass(x):
         said = {f.name: (getattr(x, f.name), f.default) for f in fields(x) if f.name not in _TEXTS}
@@ -78,19 +82,19 @@ def _said(x: Any) -> Any:
 
 
 def _known(x: Array, kind: str) -> Array | np.ndarray:
-    """The sums of an array, which does not change: they are made once."""
+    """Return the sums of an array, cached because arrays are immutable."""
     found = _KNOWN.get((id(x), kind))
     if found is not None and found[0]() is x:
         return found[1]
     over = getattr(x, "sharding", None)
     if not isinstance(over, NamedSharding):
         return _summing(None)(x, kind)
-    # One by one: many sums over devices that are under way at once starve a CPU's simulated devices of threads.
+    # One by one: many concurrent sums over a mesh starve a CPU's simulated devices of threads.
     return jax.block_until_ready(_summing(over.mesh)(x, kind))
 
 
 def _kept(x: Array, kind: str, sums: Array | np.ndarray) -> np.ndarray:
-    """The sums as numbers, remembered for as long as the array is."""
+    """Fetch the sums to the host and cache them for as long as the array lives."""
     key, plain = (id(x), kind), np.asarray(sums)
     if isinstance(x, Array):
         _KNOWN[key] = weakref.ref(x, partial(_forget, key)), plain
@@ -98,23 +102,24 @@ def _kept(x: Array, kind: str, sums: Array | np.ndarray) -> np.ndarray:
 
 
 def _forget(key: tuple[int, str], gone: Any) -> None:
-    # The next array may have the same id before this one's end is heard of.
+    # A new array may get the same id before this callback runs.
     if key in _KNOWN and _KNOWN[key][0] is gone:
         del _KNOWN[key]
 
 
 @cache
 def _summing(over: Any) -> Any:
-    """`_sums` for arrays on a mesh, every device of which has the result; or on one device."""
+    """Compile `_sums` for arrays on a mesh, replicating the result, or for one device."""
     where = None if over is None else NamedSharding(over, PartitionSpec())
     return jax.jit(_sums, static_argnums=1, out_shardings=where)
 
 
 def _sums(x: Array, kind: str) -> Array:
-    """u32[2]: two sums modulo 2^32 over all elements, each scrambled together with its place.
+    """Sum all elements, each scrambled together with its place: u32[2], two sums modulo 2^32.
 
-    For a place, an element's bits give another term each, so a change of one element always changes the first sum, and
-    any other change goes unseen by both with odds of 2^-64. Sums have no order: parts of an array can be summed apart.
+    At a given place every bit pattern gives a different term, so a change of one element always changes the first sum;
+    any other change is missed by both sums with probability 2^-64. Sums have no order, so the shards of an array can be
+    summed separately.
     """
     x = jnp.asarray(x).astype(kind)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
@@ -128,7 +133,7 @@ def _sums(x: Array, kind: str) -> Array:
 
 
 def _scrambled(x: Array) -> Array:
-    """A permutation of u32, the finalizer of MurmurHash3 (Appleby): each bit of x turns half of the others."""
+    """Permute u32 values with the finalizer of MurmurHash3 (Appleby): each input bit flips half of the others."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""Weights that lie in memory already: trees of arrays, as JAX programs train and save them."""
+"""Models from arrays in memory: pytrees as JAX programs train and save them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,21 @@ def from_tree(
     weights: str | None = None,
     tokenizer: Any = None,
 ) -> Params:
-    """The model of a Hugging Face config and a tree of its weights, by their names in checkpoints.
+    """Build a model from a Hugging Face config and a pytree of its weights, keyed by their names in checkpoints.
 
-    tree: {"model": {"embed_tokens": {"weight": array [V,E]}, "layers": {"0": ...}}}, or any of these levels joined by
-    dots ("model.embed_tokens.weight"); lists are numbered. Matrices are [out, in], as checkpoints have them. What an
-    orbax checkpointer restores is such a tree. dtype, mesh, weights: as `load` takes them. Raises ValueError that lists
-    missing, unused and misshapen tensors.
+    What an orbax checkpointer restores is such a tree. Matrices are [out, in], as in checkpoints.
+
+    Args:
+        config: Hugging Face config dict.
+        tree: {"model": {"embed_tokens": {"weight": array [V,E]}, "layers": {"0": ...}}}. Levels may be joined by dots
+            ("model.embed_tokens.weight"); lists are numbered.
+        dtype: As in `load`.
+        mesh: As in `load`.
+        weights: As in `load`.
+        tokenizer: Tokenizer to attach.
+
+    Raises:
+        ValueError: Tensors are missing, unused or misshapen; the message lists them.
 
     >>> import numpy as np
     >>> from jkv import models
@@ -64,7 +73,7 @@ tensors of one model that is not quantized
 
 
 def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Name and thunk of every array."""
+    """Yield the dotted name and a reader of every array."""
     inner = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
     if inner is None:
         if not hasattr(tree, "shape"):

@@ -1,4 +1,4 @@
-"""Reading GGUF files: the container, checked in full before any of its numbers is trusted."""
+"""GGUF reader: the container, validated in full before any of its numbers is used."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _VERSIONS = (2, 3)
-_SWAPPED = tuple(version << 24 for version in _VERSIONS)  # as a big-endian file has them
+_SWAPPED = tuple(version << 24 for version in _VERSIONS)  # the versions as read from a big-endian file
 _TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: its quantisation by name, its shape (rows first, as numpy has it) and its bytes in a mapped file."""
+    """One tensor of a mapped file.
+
+    Attributes:
+        name: Name in the file.
+        type: GGML quantization type, by name.
+        shape: Shape in numpy order, rows first.
+        offset: First byte in the file.
+        nbytes: Size in bytes.
+        data: The mapped file.
+    """
 
     name: str
     type: str
@@ -49,23 +58,29 @@ class Tensor:
 
 @dataclass(frozen=True)
 class File:
-    """A memory-mapped GGUF file: metadata (strings, numbers, lists of strings, number arrays) and tensors by name."""
+    """A memory-mapped GGUF file.
+
+    Attributes:
+        path: The file.
+        meta: Metadata: strings, numbers, lists of strings, number arrays.
+        tensors: Tensors by name.
+    """
 
     path: Path
     meta: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def array(self, name: str) -> np.ndarray:
-        """Tensor `name`, dequantised to float32 unless it is stored as float16 or bfloat16."""
+        """Read tensor `name`, dequantized to float32 unless it is stored as float16 or bfloat16."""
         return self.rows(name)[:]
 
     def rows(self, name: str, **how: Any) -> Rows:
-        """Its rows; how: as `Rows` takes it."""
+        """Return tensor `name` as lazily decoded `Rows`; `how` has further fields of `Rows`."""
         return Rows(self.tensors[name], **how)
 
 
 class _Cursor:
-    """Reads the header in order; every length is held against the bytes that are left before it is used."""
+    """Sequential reader of the header that checks every length against the bytes left before using it."""
 
     def __init__(self, data: mmap.mmap, path: Path):
         self.data, self.path, self.pos = data, path, 0
@@ -74,7 +89,7 @@ class _Cursor:
         return FormatError(self.path, cause, way_out)
 
     def take(self, count: int, what: str) -> int:
-        """Skips `count` bytes and returns where they start."""
+        """Skip `count` bytes and return where they start."""
         start = self.pos
         if count > len(self.data) - start:
             left = len(self.data) - start
@@ -96,7 +111,7 @@ class _Cursor:
             raise self.fail(f"{what} is not UTF-8 (corrupt)") from error
 
     def count(self, least: int, what: str) -> int:
-        """A count of things of at least `least` bytes each: more than fit in the file is a lie."""
+        """Read a count of items of at least `least` bytes each; fails if more are claimed than fit in the file."""
         number = self.number("Q", f"the number of {what}")
         if number * least > len(self.data) - self.pos:
             raise self.fail(f"it claims {number:,} {what}, more than fit in {len(self.data):,} bytes (corrupt)")
@@ -121,13 +136,13 @@ class _Cursor:
             raise self.fail(f"{key} is an array of the unknown or nested type {kind}")
         dtype = np.dtype(_SCALARS[kind])
         count = self.count(dtype.itemsize, f"numbers in {key}")
-        # A copy, so that what comes of it outlives the file.
+        # A copy, so that the array outlives the file.
         return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize, key)).copy()
 
 
 def _map(path: Path) -> mmap.mmap:
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe would wait for who writes it
+        if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
             raise FormatError(path, "it is not a regular file", "give the path of a .gguf file")
         with path.open("rb") as file:
             if not path.stat().st_size:
@@ -140,7 +155,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def open_file(path: str | Path) -> File:
-    """The header of the GGUF file at `path`; raises FormatError if any part of it is wrong or not supported."""
+    """Read the header of the GGUF file at `path`; raises FormatError if any part is wrong or not supported."""
     path = Path(path)
     cursor = _Cursor(_map(path), path)
     if cursor.data[:4] != b"GGUF":
@@ -155,6 +170,7 @@ def open_file(path: str | Path) -> File:
     # A tensor takes at least 24 bytes (name length, dimensions, type, offset), a key 12 (length, type, value).
     n_tensors = cursor.count(24, "tensors")
     n_keys = cursor.count(12, "metadata keys")
+    # Read all metadata, then the tensor entries.
     meta: dict[str, Any] = {}
     for _ in range(n_keys):
         key = cursor.string("a metadata key")
@@ -162,6 +178,7 @@ def open_file(path: str | Path) -> File:
             raise cursor.fail(f"metadata key {key!r} comes twice (corrupt)")
         meta[key] = cursor.value(key)
     infos = [_tensor(cursor) for _ in range(n_tensors)]
+    # The tensor data begins at the next multiple of the alignment.
     align = meta.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise cursor.fail(f"general.alignment is {align!r}, which is no power of two (corrupt)")
@@ -170,7 +187,7 @@ def open_file(path: str | Path) -> File:
 
 
 def _tensor(cursor: _Cursor) -> Tensor:
-    """One tensor's entry, with its offset still counted from the start of the data."""
+    """Read one tensor's entry; its offset is still relative to the start of the data."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name = cursor.string("a tensor's name")
@@ -192,7 +209,7 @@ def _tensor(cursor: _Cursor) -> Tensor:
 
 
 def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[str, Tensor]:
-    """The tensors by name with absolute offsets, once each is known to lie alone and within the file."""
+    """Return the tensors by name with absolute offsets, after checking that none overlaps or leaves the file."""
     tensors: dict[str, Tensor] = {}
     size = len(cursor.data)
     end, last = base, ""
@@ -206,7 +223,7 @@ def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[
             raise cursor.fail(
                 f"tensor {info.name!r} ends at byte {start + info.nbytes:,} but the file has {size:,} (truncated)"
             )
-        # Tensors that share bytes would let a small file ask for any amount of memory.
+        # Tensors that share bytes would let a small file claim any amount of memory.
         if start < end:
             raise cursor.fail(f"tensors {last!r} and {info.name!r} overlap (corrupt)")
         end, last = start + info.nbytes, info.name
@@ -216,9 +233,13 @@ def _place(cursor: _Cursor, infos: list[Tensor], base: int, align: int) -> dict[
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of a file: of its rows those are decoded that are asked for, to float32 but from float16 and bfloat16.
+    """A tensor whose rows are decoded on access: float16 and bfloat16 as stored, all other types to float32.
 
-    order i[rows]: where each row lies in the file, or None: in its place; less: what the file has added to each number.
+    Attributes:
+        tensor: The tensor.
+        order: i[rows], the place of each row in the file; None: file order.
+        less: Number that the file's converter added to every element, subtracted on access; if not 0, all types decode
+            to float32.
     """
 
     tensor: Tensor
@@ -234,11 +255,11 @@ class Rows:
         return np.dtype(np.float32) if self.less else np.dtype(_plain().get(self.tensor.type, np.float32))
 
     def raw(self, rows: slice) -> np.ndarray:
-        """u8[rows, bytes of one] of a tensor of several axes."""
+        """Return u8[rows, bytes per row] of a tensor with two axes or more."""
         return self._chosen(self._bytes().reshape(self.shape[0], -1), rows)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        if len(self.shape) == 1:  # blocks of it may hold several rows, which are its numbers
+        if len(self.shape) == 1:  # each number is a row here, and a block may hold several
             x = self._chosen(dequantize(self.tensor.type, self._bytes()[None], self.shape)[0], rows)
         else:
             x = dequantize(self.tensor.type, self.raw(rows), self.shape[1:])
@@ -255,19 +276,19 @@ class Rows:
 
 
 def _plain() -> dict[str, Any]:
-    """Types whose numbers need no decoding."""
+    """Return the types whose numbers need no decoding."""
     import ml_dtypes
 
     return {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 def dequantize(kind: str, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The values [rows, *shape] of rows u8[rows, bytes] of a type."""
+    """Decode rows u8[rows, bytes] of a GGML type to values [rows, *shape]."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize as unpack
 
     if plain := _plain().get(kind):
         return np.ascontiguousarray(raw).view(plain).reshape(-1, *shape)
-    # Scales in a hostile or broken file can be infinite: the values then are too, which is no error here.
+    # Scales in a hostile or broken file can be infinite, and so the values: not an error at this point.
     with np.errstate(all="ignore"):
         return unpack(raw.reshape(len(raw), *shape[:-1], -1), GGMLQuantizationType[kind]).reshape(-1, *shape)

@@ -1,4 +1,4 @@
-"""The blocks of GGUF files as they are kept in memory: the same bits in other places, so the same weights exactly."""
+"""Quantized GGUF blocks kept in memory: the same bits in another layout, so exactly the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from jkv.models.weights.linear import Coded, Steps
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows of a tensor of one of `KEPT` without a change of any weight; kind: the float type that it stands for."""
+    """Rows of a tensor with a type in `KEPT`, as codes that change no weight.
+
+    Attributes:
+        rows: The tensor in the file.
+        kind: Float type that the codes stand for.
+    """
 
     rows: Rows
     kind: Any
@@ -31,12 +36,12 @@ class Blocks:
 
 
 def _half(x: np.ndarray) -> Any:
-    """f16[*out, n] of u8[*out, n, 2]."""
+    """Read u8[*out, n, 2] as f16[*out, n]."""
     return np.ascontiguousarray(x).view(np.float16)[..., 0]
 
 
 def _row(x: np.ndarray) -> Any:
-    """[*out, n m] of [*out, n, m], in memory of its own."""
+    """Flatten [*out, n, m] to a contiguous [*out, n m]."""
     return np.ascontiguousarray(x).reshape(*x.shape[:-2], -1)
 
 
@@ -70,7 +75,7 @@ def _q6_k(x: np.ndarray) -> Coded:
     return Coded(codes=_row(x[..., :128]), step=step, high=_row(x[..., 128:192]), span=128, zero=32)
 
 
-# bytes of a block, and what reads blocks u8[*out, n, bytes]
+# GGML type -> bytes of a block, and the reader of blocks u8[*out, n, bytes]
 KEPT: dict[str, tuple[int, Callable[[np.ndarray], Coded]]] = {
     "Q8_0": (34, _q8_0),
     "Q4_0": (18, _q4_0),

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF model: every key is read, known to change nothing, or refused."""
+"""GGUF model metadata: every key is read, known to be harmless, or rejected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jkv.io.gguf import File
 
 AGAIN = "download or convert it again"
 FOLDER = "use the model's safetensors folder"
-NONE = (1 << 32) - 1  # what llama.cpp's tools write for "none", beside 0
-_SHARED = ("general.", "split.", "tokenizer.")  # other keys belong to the architecture and begin with its name
+NONE = (1 << 32) - 1  # llama.cpp's tools write this or 0 for "none"
+_SHARED = ("general.", "split.", "tokenizer.")  # all other keys begin with the architecture's name
 _UNSET: Any = object()
 
 # Keys whose value changes no token and no logit here, and why.
@@ -37,7 +37,7 @@ HARMLESS |= dict.fromkeys(
     + [f"tokenizer.ggml.{name}_token_id" for name in ("prefix", "suffix", "middle")],
     "marks of a gap in a text, which prompts hold as text",
 )
-# Parts that a model may have, and does not where such a key is 0, false, empty or `NONE`.
+# Optional parts that a model lacks if the key is 0, false, empty or `NONE`.
 OPTIONAL = frozenset(
     [f"expert_{x}" for x in ("used_count", "shared_count", "group_count", "group_used_count", "feed_forward_length")]
     + [f"expert_{x}" for x in ("shared_feed_forward_length", "weights_scale", "weights_norm", "gating_func")]
@@ -51,9 +51,14 @@ OPTIONAL = frozenset(
 
 
 class Metadata:
-    """Takes keys out of a file's metadata and remembers which were read, so that none is overlooked.
+    """Metadata of a file that tracks which keys were read, so that none is overlooked.
 
-    A key is named without its architecture: `attention.head_count`.
+    Keys are given without the architecture: `attention.head_count`.
+
+    Attributes:
+        file: The GGUF file.
+        arch: The architecture.
+        rest: Metadata not read yet.
     """
 
     def __init__(self, file: File) -> None:
@@ -61,19 +66,21 @@ class Metadata:
         self.rest = dict(file.meta)
 
     def name(self, key: str) -> str:
+        """Return the full name of a key in the file."""
         return key if key.startswith(_SHARED) else f"{self.arch}.{key}"
 
     def refuse(self, key: str, value: Any, cause: str, way_out: str = AGAIN) -> FormatError:
+        """Build the error for a key's value, with the cause and the way out."""
         shown = repr(value)
         shown = shown if len(shown) < 60 else f"{shown[:50]}..."
         return FormatError(self.file.path, f"metadata {self.name(key)} is {shown}, {cause}", way_out)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The key's value, whatever its type."""
+        """Take a key's value of any type."""
         return self.rest.pop(self.name(key), default)
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """A positive number; raises FormatError where it is absent and has no default."""
+        """Take a positive number; raises FormatError if it is absent and has no default."""
         value = self.take(key, default)
         valid = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         if not valid or not 0 < value < 1 << 32:
@@ -81,35 +88,35 @@ class Metadata:
         return kind(value)
 
     def optional(self, key: str, kind: type) -> Any:
-        """A positive number; None where the key is absent or says none."""
+        """Take a positive number; None if the key is absent or its value means none."""
         if _says_none(self.rest.get(self.name(key))):
             self.take(key)
             return None
         return self.number(key, kind)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Take a bool."""
         value = self.take(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, value, "neither true nor false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """A text."""
+        """Take a string."""
         value = self.take(key, default)
         if value is not None and not isinstance(value, str):
             raise self.refuse(key, value, "no text")
         return value
 
     def only(self, key: str, *allowed: Any, cause: str, way_out: str = FOLDER) -> None:
-        """The key may be absent or one of `allowed`: everything else would change the function."""
+        """Raise FormatError unless a key is absent or one of `allowed`; any other value would change the model."""
         value = self.take(key, allowed[0])
         plain = isinstance(value, int | float | str)
         if not plain or not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in allowed):
             raise self.refuse(key, value, cause, way_out)
 
     def done(self) -> None:
-        """FormatError where a key was left that no one read, and that may change what the model or tokenizer does."""
+        """Raise FormatError if an unread key may change the model or tokenizer."""
         ours = (f"{self.arch}.", "split.", "tokenizer.")
         for name, value in self.rest.items():
             key = name.removeprefix(f"{self.arch}.")
@@ -125,7 +132,7 @@ class Metadata:
 
 
 def _says_none(value: Any) -> bool:
-    """Whether a value says that there is none."""
+    """Return whether a value means that the model lacks the part."""
     if isinstance(value, list | np.ndarray):
         return not any(value)
     return value is None or value == "" or (isinstance(value, int | float) and value in (0, NONE))

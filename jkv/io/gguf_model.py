@@ -1,4 +1,4 @@
-"""From a GGUF file to a model: names, configuration and the converter's rearrangements undone."""
+"""GGUF file to model: names, config, and the converter's rearrangements undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jkv.utils.notes import note
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 _MODEL_TYPES |= {"granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2"}
 _GEMMA = ("gemma2", "gemma3")
-_TURNED = ("llama", "granite", "smollm3")  # whose rows of queries and keys the converter rearranges
+_TURNED = ("llama", "granite", "smollm3")  # the converter permutes the query and key rows of these
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -37,7 +37,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Gemma normalises before and after each half of a layer, which moves the meaning of ffn_norm; OLMo 2 only after.
+# Gemma normalizes before and after each half of a layer, which changes the meaning of ffn_norm; OLMo 2 only after.
 _GEMMA_BLOCK = _BLOCK | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -45,23 +45,24 @@ _GEMMA_BLOCK = _BLOCK | {
 }
 _GRANITE = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
 _LARGEST = {"gemma2": 46, "gemma3": 62}
-_FACTORS = "rope_freqs.weight"  # by which rotary frequencies are divided
-_TABLE = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # frequencies, in old files
+_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+_TABLE = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # rotary frequencies, in old files
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?([a-z_]+)\.(weight|bias)")
-# What all Llama 3 models have; the file holds only the table made from them.
+# Shared by all Llama 3 models; the file has only the table computed from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def read_gguf(path: str | Path) -> Source:
-    """The model in the GGUF file at `path`, or in it and the files beside it that hold its other parts.
+    """Describe the model in the GGUF file at `path`, joined with the other parts of a split model beside it.
 
-    Raises FormatError if one is broken or missing, or of a kind that cannot be run.
+    Raises:
+        FormatError: A file is broken or missing, or of an unsupported kind.
     """
     return describe(open_model(path))
 
 
 def describe(file: File) -> Source:
-    """The model in an open file; raises FormatError for one that cannot be run as the file means it."""
+    """Describe the model in an open file; raises FormatError if it cannot be run exactly as the file specifies."""
     meta = Metadata(file)
     if meta.arch not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)
@@ -90,8 +91,9 @@ def _given(rows: Rows) -> Rows:
 
 
 def _config(meta: Metadata) -> dict[str, Any]:
-    """The metadata as Hugging Face would have written it in config.json."""
+    """Convert the metadata to a Hugging Face config."""
     file, arch, read = meta.file, meta.arch, meta.number
+    # Sizes.
     heads, width = read("attention.head_count", int), read("embedding_length", int)
     if experts := meta.optional("expert_count", int):
         raise meta.refuse("expert_count", experts, "so it is a mixture of experts", "use a dense model")
@@ -113,6 +115,7 @@ def _config(meta: Metadata) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    # Check the claimed sizes, then add each family's own fields.
     blocks = {match[1] for match in map(_NAME.fullmatch, file.tensors) if match and match[1]}
     if len(blocks) != config["num_hidden_layers"]:
         claimed = f"it claims {config['num_hidden_layers']:,} layers but has tensors for {len(blocks):,}"
@@ -128,6 +131,7 @@ def _config(meta: Metadata) -> dict[str, Any]:
         config |= {name: meta.optional(key, float) or 1.0 for name, key in _GRANITE.items()}
         config["attention_multiplier"] = meta.optional("attention.scale", float) or config["head_dim"] ** -0.5
         config["logits_scaling"] = read("logit_scale", float)
+    # RoPE scaling comes from the metadata or from a table, never both.
     config["rope_scaling"] = _rope_scaling(meta)
     if _FACTORS in file.tensors:
         if config["rope_scaling"]:
@@ -137,7 +141,7 @@ def _config(meta: Metadata) -> dict[str, Any]:
 
 
 def _check_heads(meta: Metadata, config: dict[str, Any]) -> None:
-    """FormatError for heads of another kind than are computed here."""
+    """Raise FormatError for attention variants that are not supported."""
     dim = config["head_dim"]
     for part in ("", "_swa"):
         meta.only(f"rope.dimension_count{part}", dim, cause=f"so not all {dim} channels of a head are rotated")
@@ -150,7 +154,7 @@ def _check_heads(meta: Metadata, config: dict[str, Any]) -> None:
 
 
 def _windows(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """What the file says of layers that see the newest tokens alone."""
+    """Return the config fields of sliding window layers."""
     arch, layers = meta.arch, config["num_hidden_layers"]
     window = meta.optional("attention.sliding_window", int)
     if arch == "llama" and window:
@@ -167,7 +171,7 @@ def _windows(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local(meta: Metadata, layers: int) -> list[bool]:
-    """Which layers of a Gemma are local: of each period all but the last one, or as a list says."""
+    """Return which Gemma layers are local: by a list, or all but the last of each period."""
     key = "attention.sliding_window_pattern"
     period = meta.take(key, 2 if meta.arch == "gemma2" else 6)
     if isinstance(period, np.ndarray) and period.dtype == bool and len(period) == layers:
@@ -178,8 +182,8 @@ def _local(meta: Metadata, layers: int) -> list[bool]:
 
 
 def _gemma(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    # The largest of a generation (of so many layers) scales its queries by the width of a head's share, the others by
-    # the head's own.
+    # The largest model of a generation, recognized by its layer count, scales queries by hidden size / heads, the
+    # others by the head dimension.
     share = config["hidden_size"] // config["num_attention_heads"]
     own = config["num_hidden_layers"] != _LARGEST[meta.arch]
     found = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config["head_dim"] if own else share}
@@ -189,7 +193,7 @@ def _gemma(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
-    """How positions are scaled, as llama.cpp reads it: linearly where no type is named, and by the key of old files."""
+    """Return the RoPE scaling as llama.cpp reads it: linear if no type is named, with the key of old files too."""
     kind = meta.text("rope.scaling.type", "linear")
     factor, old = (meta.optional(key, float) for key in ("rope.scaling.factor", "rope.scale_linear"))
     if factor and old and factor != old:
@@ -201,7 +205,7 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
     if kind not in ("none", "linear", "yarn") or (yarn and meta.arch == "gemma3"):
         known = "none and linear" + (" and yarn" if meta.arch != "gemma3" else "")
         raise meta.refuse("rope.scaling.type", kind, f"which is not supported: {known} are", FOLDER)
-    # llama.cpp leaves these unread in these architectures, Hugging Face means them: only what is one to both will do.
+    # llama.cpp ignores these keys in these architectures, Hugging Face uses them: only values that agree are accepted.
     same = {"beta_fast": (32.0,), "beta_slow": (1.0,), "ext_factor": (float(yarn), -1.0)}
     same["attn_factor"] = (float(np.float32(_gain(factor if yarn else 1.0))),)
     for key, values in same.items():
@@ -219,12 +223,12 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
 
 
 def _gain(factor: float) -> float:
-    """What yarn multiplies cos and sin by."""
+    """Return the factor that YaRN applies to cos and sin."""
     return 1 + 0.1 * math.log(max(factor, 1.0))
 
 
 def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
-    """The Llama 3 parameters that give the table in rope_freqs.weight, which divides each frequency."""
+    """Recover the Llama 3 parameters from the table in rope_freqs.weight, which divides each frequency."""
     table = file.array(_FACTORS).astype(np.float64)
     half = config["head_dim"] // 2
     if table.shape != (half,) or not np.all(np.isfinite(table)) or table.min() < 0.99:
@@ -239,9 +243,9 @@ def _llama3_scaling(file: File, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, Rows]:
-    """The tensors by Hugging Face name, what the converter did to each undone.
+    """Map Hugging Face names to tensors, with the converter's changes undone.
 
-    A tensor without one means a variant that would be run wrongly.
+    A tensor without a Hugging Face name means a variant that would be run wrongly, so it raises FormatError.
     """
     block = _GEMMA_BLOCK if arch in (*_GEMMA, "olmo2") else _BLOCK
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -262,14 +266,14 @@ def _names(file: File, arch: str, config: dict[str, Any]) -> dict[str, Rows]:
         if arch in _TURNED and part in heads:
             how = {"order": _unpermuted(file.path, name, tensor.shape[0], heads[part])}
         elif arch in _GEMMA and part.endswith("norm"):
-            how = {"less": 1.0}  # Gemma stores its norm weights less one; the converter added it
+            how = {"less": 1.0}  # Gemma stores norm weights minus one; the converter added it
         prefix = "" if layer is None else f"model.layers.{int(layer)}."
         found[f"{prefix}{target}.{kind}"] = file.rows(name, **how)
     return found
 
 
 def _unpermuted(path: Path, name: str, rows: int, heads: int) -> np.ndarray:
-    """Where each row lies after the converter's order for Llama: it interleaves the two rotary halves of each head."""
+    """Return the file row of each row: the converter interleaves the two rotary halves of each head for Llama."""
     if rows % (2 * heads):
         raise FormatError(path, f"tensor {name!r} has {rows} rows, which {heads} heads cannot share", AGAIN)
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""A GGUF model that lies in several files: the others are found beside any one of them."""
+"""Split GGUF models: the other parts are found beside any one of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jkv.io.gguf import File, open_file
 
 _NAME = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 _COUNT, _PLACE, _TENSORS = "split.count", "split.no", "split.tensors.count"
-_MOST = 1000  # parts of a model: the largest ones have some hundred
+_MOST = 1000  # maximum parts of a model: the largest have a few hundred
 
 
 def list_parts(name: str) -> list[str]:
-    """The names of all parts of a model, of which `name` may be one.
+    """List the file names of all parts of a model, given the name of one part.
 
     >>> list_parts("m-00002-of-00003.gguf")
     ['m-00001-of-00003.gguf', 'm-00002-of-00003.gguf', 'm-00003-of-00003.gguf']
@@ -28,10 +28,12 @@ def list_parts(name: str) -> list[str]:
 
 
 def open_model(path: str | Path) -> File:
-    """The GGUF file at `path`, joined with the other parts of its model where it is one of several.
+    """Open the GGUF file at `path`, joined with the other parts if its model is split.
 
-    Metadata are those of the first part, which alone has them. Raises FormatError, also for a part that is missing or
-    belongs to another model.
+    The metadata is that of the first part, because only that part has it.
+
+    Raises:
+        FormatError: A part is broken, missing, or belongs to another model.
     """
     file = open_file(path)
     count = file.meta.get(_COUNT, 1)

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, rebuilt from its metadata."""
+"""The tokenizer of a GGUF file, rebuilt from its metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _CONTROL, _USER = 1, 3, 4
 _MAX_TOKEN = 256
-# Keys of the other kind of tokenizer, which change nothing in this one, and why.
+# Keys that only the other kind of tokenizer uses, and why they change nothing here.
 UNUSED = {
     "gpt2": {
         "tokenizer.ggml.scores": "merges decide what is joined first",
@@ -25,12 +25,12 @@ UNUSED = {
     },
     "llama": {"tokenizer.ggml.merges": "scores decide", "tokenizer.ggml.pre": "the text is cut into no words"},
 }
-# Control tokens that end an answer even where the metadata names only one of them.
+# Control tokens that end a generation even if the metadata names only one of them.
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "</s>")
 
 
 def build_tokenizer(meta: Metadata) -> Tokenizer | None:
-    """The file's tokenizer, None if it has none; raises FormatError if it is broken or of an unknown kind."""
+    """Build the file's tokenizer; None if it has none. Raises FormatError if it is broken or unsupported."""
     model = meta.text("tokenizer.ggml.model")
     if model in (None, "none", "no_vocab"):
         return None
@@ -66,7 +66,7 @@ def _tokens(meta: Metadata) -> tuple[list[str], np.ndarray]:
 
 
 def _tool_template(meta: Metadata) -> str | None:
-    """The template of chats with tools, if there is one of its own; the note names those that nothing here reads."""
+    """Return the chat template for tools, if the file has one; a note names templates that are not used."""
     tools = meta.text("tokenizer.chat_template.tool_use")
     if others := [key for key in meta.rest if key.startswith("tokenizer.chat_template.")]:
         for key in others:
@@ -101,13 +101,14 @@ def _add_special(core: tokenizers.Tokenizer, tokens: list[str], types: np.ndarra
 
 
 def _byte_level(meta: Metadata, tokens: list[str], types: np.ndarray) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-pair encoding over bytes, as GPT-2 has it, and whether texts of its family begin with a begin token."""
+    """Build byte-level BPE as in GPT-2; also return whether the family's texts start with a begin token."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
     merges = meta.take("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise FormatError(meta.file.path, "tokenizer.ggml.merges is missing", AGAIN)
+    # Check that every merge joins two tokens into a third.
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for pair in pairs:
@@ -125,7 +126,7 @@ def _byte_level(meta: Metadata, tokens: list[str], types: np.ndarray) -> tuple[t
 
 
 def _choose_cut(meta: Metadata) -> Cut:
-    """How it cuts words; says so where the file does not name a family, for then the tokens may be wrong."""
+    """Choose the pre-tokenizer; prints a note if the file names none, because tokens may then be wrong."""
     key = "tokenizer.ggml.pre"
     pre = meta.text(key)
     if pre not in (None, "", DEFAULT):
@@ -139,7 +140,7 @@ def _choose_cut(meta: Metadata) -> Cut:
 
 
 def _sentencepiece(meta: Metadata, tokens: list[str], types: np.ndarray) -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece byte-pair encoding: any two tokens whose join is a token merge, the best-scored join first."""
+    """Build SentencePiece BPE: any two tokens whose concatenation is a token merge, best score first."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -148,6 +149,7 @@ def _sentencepiece(meta: Metadata, tokens: list[str], types: np.ndarray) -> tupl
         raise FormatError(meta.file.path, f"tokenizer.ggml.scores is not {len(tokens)} numbers", AGAIN)
     if max(map(len, tokens)) > _MAX_TOKEN:
         raise FormatError(meta.file.path, f"it has a token of more than {_MAX_TOKEN} characters", AGAIN)
+    # List every split of a token into two tokens, best-scored token first.
     vocab = {token: i for i, token in enumerate(tokens)}
     order = np.argsort(-scores.astype(np.float64), kind="stable")
     merges = [

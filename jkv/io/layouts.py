@@ -1,4 +1,4 @@
-"""What a folder is that looks like a model's and is none."""
+"""Folders that are not loadable models: what they are, and the way out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jkv.io.files import read_json
 _PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)"
 _HERE = "jkv reads language models: a .gguf file, or a folder with config.json and .safetensors files"
 _SAVE = "take its Hugging Face version, whose folder has config.json and model.safetensors"
-# A pattern of the name of a file or folder, what a folder with one is, and the way out; {name} is what was found. The
-# first lines are of folders that may have config.json and .safetensors files too, of something else.
+# Name pattern of a file or folder, what a folder that contains it is, and the way out; {name} is the name that matched.
+# _ANY: folders that may also have config.json and .safetensors files, of something other than a language model.
 _ANY = (
     (r"adapter_config\.json", "it is an adapter, whose weights are added to those of a model",
      "merge them with peft (merge_and_unload, then save_pretrained) and give the folder of the whole model"),
@@ -35,7 +35,7 @@ _BARE = (
 
 
 def refuse_others(folder: Path) -> None:
-    """Raise FormatError for a folder of another kind, saying which and what to do."""
+    """Raise FormatError for a folder that is not a model; the message says what it is and what to do."""
     with refusing(folder, "it cannot be listed", "check who may read it"):
         names = [path.name for path in folder.iterdir()]
     if found := other(names):
@@ -45,7 +45,7 @@ def refuse_others(folder: Path) -> None:
 
 
 def other(names: Iterable[str]) -> tuple[str, str] | None:
-    """What a folder with these names in it is, and the way out; None for one that may be a model's.
+    """Return what a folder with these names is and the way out; None if it may be a model.
 
     >>> other(["config.json", "model.safetensors"]), other(["README.md", "model-q4.gguf"])
     (None, ('it has .gguf files', 'give one of them, such as model-q4.gguf'))

@@ -1,4 +1,4 @@
-"""Loading of models: by name, by file, by folder, by hub repository or by URL of an object store."""
+"""Model loading by name, file, folder, hub repository or object store URL."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = ("int8", "int4", "file")
-HUB = "hub:"  # before what is a repository whatever lies here
+HUB = "hub:"  # prefix that forces a hub repository even if a local path has the same name
 _REPO = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[A-Za-z0-9][\w./-]*))?"
 )
 
 
 def dtype_of(dtype: str | None) -> str:
-    """The type of weights that is asked for; None: what this process's devices are made for.
+    """Return `dtype` after checking it, or the default for this process's devices if it is None.
 
     >>> dtype_of("float16"), dtype_of(None) in ("float32", "bfloat16")
     ('float16', True)
@@ -44,10 +44,10 @@ def dtype_of(dtype: str | None) -> str:
 
 
 def why_slow(dtype: str) -> str:
-    """Why such weights are slow on this process's devices, and what to take; "" where they are not.
+    """Explain why weights of this dtype are slow on this process's devices, and what to use ("" if they are not).
 
-    XLA makes float32 copies of 16-bit matrices on a CPU, and of bfloat16 ones for GPUs before Ampere (8.0), as its
-    compiler's programs for a T4 show.
+    XLA makes float32 copies of 16-bit matrices on a CPU, and of bfloat16 matrices on GPUs before Ampere (8.0), as the
+    programs compiled for a T4 show.
     """
     import jax
 
@@ -64,13 +64,13 @@ def why_slow(dtype: str) -> str:
 
 
 def check_dtype(dtype: str, name: str = "dtype") -> None:
-    """Raise ValueError for a type that weights, or their products, cannot have."""
+    """Raise ValueError for a dtype that weights, or the products with them, cannot have."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
 def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
-    """Raise ValueError for a form that weights cannot be kept in."""
+    """Raise ValueError for an unknown weight format; `known` lists the accepted names besides bitstack."""
     from jkv.io import bitstack
 
     if weights is None or weights in known:
@@ -84,10 +84,21 @@ def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
 def kept(
     what: str | Path, source: Source, dtype: str, weights: str | None, bars: ExitStack | None = None
 ) -> tuple[Form | str | None, Mapping[str, Callable[[], Any]]]:
-    """The form that matrices are kept in, and those that stay as they are in a file, as `models.build` takes both.
+    """Resolve `weights` to the format of the matrices and the blocks kept from a file, as `models.build` takes them.
 
-    bars: where the bar of a form goes that takes long to make. Raises ValueError for a form that there is not, here or
-    in this file.
+    Args:
+        what: Name or path of the model, for error messages.
+        source: The described model.
+        dtype: Float type of the weights, or the type that codes stand for.
+        weights: Weight format as `load` takes it, or None for floats.
+        bars: Exit stack that receives the progress bar of a format that takes long to make.
+
+    Returns:
+        The format (None if `weights` is None or "file"), and the quantized tensors to keep as they are in the file, by
+        name.
+
+    Raises:
+        ValueError: The format is unknown, or this file does not have it.
     """
     from jkv.io import bitstack
 
@@ -100,9 +111,16 @@ def kept(
 
 
 def blocks_of(what: str | Path, source: Source, dtype: str) -> Mapping[str, Callable[[], Any]]:
-    """What a file has in codes, for weights that stand for `dtype`, as `models.build` takes it.
+    """Return readers of the tensors a file has quantized, by name, as `models.build` takes them.
 
-    Raises ValueError for codes that memory has no form for, and where there are none.
+    Args:
+        what: Name or path of the model, for error messages.
+        source: The described model.
+        dtype: Float type that the codes stand for.
+
+    Raises:
+        ValueError: A tensor has a quantization type that cannot be kept in memory, or the file has no quantized
+            tensors.
     """
     import jax.numpy as jnp
 
@@ -122,25 +140,30 @@ def load(
     weights: str | None = None,
     prefill_dtype: str | None = None,
 ) -> Params:
-    """The model `what` names, its weights as `dtype` and its tokenizer with it.
+    """Load the model that `what` names, with weights in `dtype` and its tokenizer.
 
-    dtype: float32, bfloat16 or float16; None: float32 on a CPU and on a GPU before Ampere, else bfloat16.
-    weights: what its matrices are kept as in memory: "int8" (one step an output), "int4" (a step and a low for 32
-    inputs), "file" (the blocks of a .gguf file, exactly as they are there), "bitstack(bytes='60MiB')" (signs and
-    products of low rank, as many as fit into so many bytes of all weights; blocks='FOLDER': in the order that `jkv
-    calibrate bitstack` measured), or None: all in `dtype`, which is that of everything else. mesh: devices that share
-    the weights, such as "data=4,model=2"; each gets its part from the host, and no more. prefill_dtype: what the
-    products of a prompt are made in, None: `dtype`. "bfloat16" is faster on CPUs that have instructions for it; it
-    rounds weights and activations to 8 bits where they are multiplied. Sums, what is kept and every generated token
-    stay in `dtype`.
+    `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, a hub repository or an
+    object store URL. A hub repository is "hub:org/name", at a commit, tag or branch "hub:org/name@REVISION", or one of
+    its .gguf files "hub:org/name/FILE.gguf". "org/name" also works if no local folder `org` exists, with a note on
+    stderr that a hub is used; `read(what).commit` is the commit that was read. A URL of a file or folder in an object
+    store ("gs://bucket/model") is downloaded into the cache folder.
 
-    `what` is a name ("smollm2-135m"), a .gguf file, a folder with config.json and safetensors, or a hub repository:
-    "hub:org/name", at one commit, tag or branch "hub:org/name@REVISION", of its .gguf files one
-    "hub:org/name/FILE.gguf". "org/name" is one too where there is no folder `org` here, and stderr says that a hub is
-    asked; `read(what).commit` is the commit that was read. Or the URL of such a file or folder in an object store
-    ("gs://bucket/model"), which is fetched into the cache folder.
+    Args:
+        what: The model to load.
+        dtype: "float32", "bfloat16" or "float16". None: float32 on a CPU and on a GPU before Ampere, else bfloat16.
+        mesh: Devices that share the weights, such as "data=4,model=2". The host sends each device only its own part.
+        weights: Format of the matrices in memory; everything else stays in `dtype`. None: floats in `dtype`. "int8":
+            one step per output. "int4": a step and a low per 32 inputs. "file": the quantized blocks of a .gguf file,
+            without changing a weight. "bitstack(bytes='60MiB')": sign matrices and low-rank products, as many as fit
+            into the byte budget for all weights; with blocks='FOLDER' in the order that `jkv calibrate bitstack`
+            measured.
+        prefill_dtype: Float type of the products in prefill; None: `dtype`. "bfloat16" is faster on CPUs with bfloat16
+            instructions; it rounds weights and activations to 8 bits where they are multiplied. Sums, cached values and
+            all decode steps stay in `dtype`.
 
-    Raises ValueError for what cannot be found or read, `jkv.io.hub.FetchError` if a download fails.
+    Raises:
+        ValueError: The model cannot be found or read.
+        jkv.io.hub.FetchError: A download failed.
     """
     dtype = dtype_of(dtype)
     check_weights(weights)
@@ -169,13 +192,13 @@ def load(
 
 
 def _note_slow(dtype: str) -> None:
-    """Says on stderr that such weights are slow here, if they are."""
+    """Print a note on stderr if weights of this dtype are slow here."""
     if why := why_slow(dtype):
         note(why)
 
 
 def read(what: str | Path) -> Source:
-    """What `load` would load, described but not yet in memory; raises as `load` does."""
+    """Describe the model that `load` would load, without reading its weights into memory; raises as `load` does."""
     from jkv.io.gguf_model import read_gguf
 
     if isinstance(what, str) and what in hub.NAMES:
@@ -191,7 +214,7 @@ def read(what: str | Path) -> Source:
     if path.exists():
         raise ValueError(f"{path} is neither a .gguf file nor a folder; give one of these, or a name like {_names()}")
     if isinstance(what, str) and path.suffix.lower() != ".gguf" and _REPO.fullmatch(what):
-        if Path(path.parts[0]).is_dir():  # a folder's name with a slip must not load a stranger's model
+        if Path(path.parts[0]).is_dir():  # a mistyped local path must not load someone else's model
             raise ValueError(f"there is no folder {what!r} in {path.parts[0]}; {HUB}{what} is the repository on a hub")
         note(f"there is no folder {what!r} here, so a hub is asked for {HUB}{what}")
         return _read_repository(what)
@@ -199,7 +222,7 @@ def read(what: str | Path) -> Source:
 
 
 def _read_repository(name: str) -> Source:
-    """What "org/name", "org/name/FILE.gguf" or one of these "@revision" is on a hub."""
+    """Describe the model at "org/name" or "org/name/FILE.gguf" on a hub, each optionally with "@REVISION"."""
     from jkv.io.gguf_model import read_gguf
 
     if not (asked := _REPO.fullmatch(name)):
@@ -212,7 +235,7 @@ def _read_repository(name: str) -> Source:
 
 
 def _read_folder(path: Path) -> Source:
-    """The model of a folder; says on stderr where its tensors have another head than its config says."""
+    """Describe the model of a folder; print a note if its tensors have a head that its config says is tied."""
     from jkv.io.safetensors import read_folder
     from jkv.models import settle_head
 

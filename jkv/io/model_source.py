@@ -1,4 +1,4 @@
-"""The common product of all readers: a model that is described but not yet loaded."""
+"""The result of all model readers: a model that is described but not loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from jkv.io.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """A model on disk: Hugging Face style config, tensors by Hugging Face name (read when called), tokenizer.
+    """A model on disk: config, tensors that are read when called, and tokenizer.
 
-    blocks: tensors that the file has in codes, by the same names: read for the float type that they stand for; kinds:
-    what a file that has such tensors calls the type of each. commit: that of the hub repository which was
-    read, if one was. file: the .gguf file, if it is one.
+    Attributes:
+        config: Config in Hugging Face style.
+        tensors: Readers of the tensors, by Hugging Face name.
+        tokenizer: The tokenizer, if the model has one.
+        commit: Commit of the hub repository that was read, if any.
+        blocks: Readers of the tensors that the file has quantized, by the same names; each takes the float type the
+            codes stand for.
+        kinds: Type name of each tensor, for files that can have quantized tensors.
+        file: The .gguf file, if the model is one.
     """
 
     config: dict[str, Any]
@@ -34,7 +40,7 @@ class Source:
         tensors: Mapping[str, Callable[[], Any]],
         tokenizer: Tokenizer | None,
     ) -> Source:
-        """A Source whose config names the begin and end ids that the tokenizer knows, if there is one.
+        """Build a Source whose config has the begin and end ids of the tokenizer, if there is one.
 
         >>> Source.of({"eos_token_id": 2}, {}, None).config
         {'eos_token_id': 2}

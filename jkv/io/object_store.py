@@ -1,4 +1,4 @@
-"""Object stores: files by URL (gs://, s3://, az://, hf://), through etils.epath, which is an extra."""
+"""Object stores: files by URL (gs://, s3://, az://, hf://) through etils.epath, an optional dependency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Place: TypeAlias = "Path | epath.Path"
 
-SCHEMES = ("gs", "s3", "az", "hf")  # those of epath
+SCHEMES = ("gs", "s3", "az", "hf")  # the schemes epath supports
 RECORD = ".fetched.json"  # size and time of each file when it was fetched
 CHECK = "check the address, the access (credentials, the extra of the store) and the network"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -34,7 +34,7 @@ _CHUNK = 1 << 24
 
 
 def is_url(what: str | os.PathLike[str]) -> bool:
-    """Whether a path begins with a scheme.
+    """Return whether a path begins with a URL scheme.
 
     >>> is_url("gs://bucket/in.jsonl"), is_url("in.jsonl"), is_url(Path("gs/in.jsonl")), is_url("hub:org/name")
     (True, False, False, False)
@@ -43,9 +43,11 @@ def is_url(what: str | os.PathLike[str]) -> bool:
 
 
 def place(what: str | os.PathLike[str]) -> Place:
-    """The path that a text names: local, or in an object store where it is a URL.
+    """Return the path that a text names: local, or in an object store if it is a URL.
 
-    Raises ValueError for an empty text or a scheme that is not read, ImportError without etils.
+    Raises:
+        ValueError: The text is empty or its scheme is not supported.
+        ImportError: etils is not installed.
 
     >>> place("out/rows").name
     'rows'
@@ -68,7 +70,7 @@ def _stored(text: str) -> epath.Path:
 
 @contextlib.contextmanager
 def reaching(at: Place, way_out: str = CHECK) -> Iterator[None]:
-    """Turns what a store's client raises within it, whatever its class, into an OSError that names the place."""
+    """Turn any exception of a store's client, whatever its class, into an OSError that names the path."""
     try:
         yield
     except Exception as error:
@@ -77,18 +79,18 @@ def reaching(at: Place, way_out: str = CHECK) -> Iterator[None]:
 
 
 def names(at: Place) -> list[str]:
-    """What lies directly below a place, sorted; nothing where nothing lies there. Raises OSError."""
+    """List the names directly below a path, sorted; empty if nothing is there. Raises OSError."""
     with reaching(at):
         try:
             return sorted(path.name for path in at.iterdir())
         except Exception as error:
-            if isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError":  # TensorFlow's own
+            if isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError":  # TensorFlow's class
                 return []
             raise
 
 
 def read_bytes(at: Place) -> bytes:
-    """All of a file. Raises OSError."""
+    """Read a whole file. Raises OSError."""
     if isinstance(at, Path):
         return at.read_bytes()
     with reaching(at):
@@ -96,7 +98,7 @@ def read_bytes(at: Place) -> bytes:
 
 
 def is_file(at: Place) -> bool:
-    """Whether a local path is a file; True for a file in a store. Raises OSError for what a store does not have."""
+    """Return whether a local path is a file; True for a file in a store. Raises OSError if the store lacks it."""
     if isinstance(at, Path):
         return at.is_file()
     with reaching(at):
@@ -104,10 +106,13 @@ def is_file(at: Place) -> bool:
 
 
 def fetched(url: str | os.PathLike[str]) -> Path:
-    """A local copy of a model in a store, in the cache folder: a .gguf file, or the files of a folder without any that
-    can carry code.
+    """Return a local copy, in the cache folder, of a model in a store.
 
-    A file is fetched again if its size or time has changed, or the store has no times. Raises FetchError.
+    A .gguf file is copied with the other parts of a split model; of a folder, the files that cannot carry code. A file
+    is downloaded again if its size or time has changed, or if the store has no times.
+
+    Raises:
+        FetchError: The model cannot be downloaded or stored.
     """
     from jkv.io.gguf_parts import list_parts
     from jkv.utils.console import status
@@ -138,14 +143,17 @@ def _why(error: OSError, source: epath.Path, folder: Path) -> str:
 
 
 def _files(source: epath.Path) -> dict[str, epath.Path]:
-    kinds = (*ALLOWED, "*.safetensors")  # whose index may give them any name
+    kinds = (*ALLOWED, "*.safetensors")  # an index may give shards any name
     own = [name for name in names(source) if any(fnmatch(name, kind) for kind in kinds)]
     templates = [f"{TEMPLATES}/{name}" for name in names(source / TEMPLATES) if name.endswith(".jinja")]
     return {name: source / name for name in (*own, *templates)}
 
 
 def _update(folder: Path, files: dict[str, epath.Path]) -> None:
-    """Make the folder hold these files, each whole; a kill leaves some old and some new, and the record tells which."""
+    """Make the folder hold exactly these files, each complete.
+
+    If the process is killed, some files are old and some new; the record says which.
+    """
     record = folder / RECORD
     known: dict[str, list[int]] = json.loads(record.read_text("utf-8")) if record.exists() else {}
     for name in known.keys() - files.keys():
@@ -168,7 +176,7 @@ def _chunks(at: epath.Path) -> Iterator[bytes]:
 
 
 def _fetch(at: epath.Path, target: Path, size: int) -> None:
-    """One file, whole or not at all."""
+    """Download one file atomically."""
     target.parent.mkdir(exist_ok=True)
     fresh = beside(target)
     try:

@@ -1,7 +1,7 @@
-"""How families cut a text into words before byte pairs are merged, by the names that GGUF files have for it.
+"""Pre-tokenizers of model families, by the names that GGUF files use.
 
-A word never spans a cut, so another cut gives other tokens. The expressions are those of the families' own tokenizers;
-where one of them matches, its match is a word, and so is what lies between two matches.
+No token spans a cut, so another pre-tokenizer gives other tokens. The expressions are those of the families' own
+tokenizers; each match is a word, and so is the text between two matches.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """patterns: applied one after the other, each to the words that those before have left.
+    """How a family splits text into words before BPE merges.
 
-    whole: a word that is a token is taken as it is, even if no merges lead to it; begins: texts begin with the begin
-    token where the file does not say; composed: the text is brought into Unicode's composed form (NFC) first.
+    Attributes:
+        patterns: Expressions applied in turn, each to the words that the previous ones left.
+        whole: A word that is itself a token is used as is, even if no merges lead to it.
+        begins: Texts start with the begin token unless the file says otherwise.
+        composed: The text is normalized to NFC first.
     """
 
     patterns: tuple[str, ...]
@@ -27,7 +30,7 @@ class Cut:
     composed: bool = False
 
     def build(self) -> tokenizers.pre_tokenizers.PreTokenizer:
-        """As `tokenizers` takes it, the words' bytes spelled as GPT-2 does."""
+        """Build the pre-tokenizer for `tokenizers`, with bytes spelled as in GPT-2."""
         from tokenizers import Regex, pre_tokenizers
 
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
@@ -42,12 +45,12 @@ _DIGIT, _DIGITS = r"\p{N}", r"\p{N}{1,3}"
 
 
 def _words(digits: str, signs: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
-    """Letters after at most one sign; numbers; signs, with line ends behind them; spaces."""
+    """Return the expression for letters after at most one sign, numbers, signs with following line ends, spaces."""
     return rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?{signs}|{_SPACES}"
 
 
 def _capitals(digits: str, ending: str) -> str:
-    """As `_words`, but a capital letter begins a word, and slashes stay with the signs before them."""
+    """Return the expression of `_words` with words that also begin at capitals, and slashes kept with signs."""
     high, low, before = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{high}*{low}+{ending}|{before}{high}+{low}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -57,7 +60,7 @@ _SIGN = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK_3 = rf"{_SIGN}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Letters with case, but for those blocks that the family's own list of them lacks.
+# Letters with case, except the Unicode blocks that the family's own list lacks.
 _LACKING = "0560-0588 10C7-10FF 1C80-1C8F 2D00-2D2F A790-A7FF AB30-AB6F 10570-105BF 10D50-10D8F 16E40-16E7F 1D400-1D7FF"
 _BLOCKS = "".join(rf"\x{{{a}}}-\x{{{b}}}" for a, b in (x.split("-") for x in f"{_LACKING} 1DF00-1DFFF".split()))
 _LATIN = rf"[[\p{{Lu}}\p{{Ll}}\p{{Lt}}]&&[^{_BLOCKS}]]"

@@ -1,4 +1,4 @@
-"""Local model folders in the Hugging Face layout, read and written: safetensors weights, JSON around them."""
+"""Model folders in the Hugging Face layout, read and written: safetensors weights and JSON files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float1
 
 
 def read_folder(path: str | Path) -> Source:
-    """The model in the folder at `path`; raises FormatError naming the file that is missing or broken."""
+    """Describe the model in the folder at `path`; raises FormatError that names the missing or broken file."""
     folder = Path(path)
     refuse_others(folder)
     config = read_json(folder / "config.json")
@@ -44,9 +44,17 @@ def read_folder(path: str | Path) -> Source:
 def write_folder(
     path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], tokenizer: Tokenizer | None
 ) -> None:
-    """A model as `read_folder` reads it, config.json last: what a killed write leaves is no model.
+    """Write a model as `read_folder` reads it; config.json is written last, so a killed write leaves no model.
 
-    ValueError for a tensor that holds NaN or infinity; OSError.
+    Args:
+        path: Folder, created if needed.
+        config: Hugging Face config dict.
+        tensors: Tensors by Hugging Face name.
+        tokenizer: Tokenizer to write as well, or None.
+
+    Raises:
+        ValueError: A tensor holds NaN or infinity; nothing is written.
+        OSError: A file cannot be written.
     """
     from safetensors.numpy import save_file
 
@@ -69,9 +77,9 @@ def write_folder(
 
 
 def _shards(folder: Path) -> list[tuple[Path, set[str], set[str]]]:
-    """The files of the tensors, which of them each must have, and which it has not though they are in it.
+    """List each weight file, the tensors it must have, and the indexed tensors that belong to another file.
 
-    What the index leaves out is read too: it belongs to the model as much as the rest.
+    Tensors that the index leaves out are read too, because they belong to the model as well.
     """
     index = None if (folder / _WHOLE).is_file() else read_json(folder / INDEX)
     if index is None:
@@ -80,7 +88,7 @@ def _shards(folder: Path) -> list[tuple[Path, set[str], set[str]]]:
     if not isinstance(entries, dict) or not entries:
         raise FormatError(folder / INDEX, "it has no weight_map", AGAIN)
     for name, file in entries.items():
-        # A shard lies beside its index. Anything else could reach files outside of the folder.
+        # A shard lies beside its index. Any other path could reach files outside the folder.
         if not isinstance(file, str) or "\\" in file or Path(file).name != file or not file.endswith(".safetensors"):
             raise FormatError(folder / INDEX, f"entry {name!r} names the file {file!r}", "do not use this folder")
         if not (folder / file).is_file():
@@ -99,12 +107,12 @@ def _lone_file(folder: Path) -> Path:
 
 
 def read_file(path: str | Path) -> dict[str, Callable[[], np.ndarray]]:
-    """The tensors of one file, each as a function that reads it; raises FormatError."""
+    """Return readers of the tensors of one file, by name; raises FormatError."""
     return _open_shard(Path(path).expanduser())
 
 
 def _open_shard(path: Path, wanted: Collection[str] = ()) -> dict[str, Callable[[], np.ndarray]]:
-    """The tensors of one file as functions that read them; only the header is read now."""
+    """Return readers of the tensors of one file, by name; only the header is read now."""
     import ml_dtypes
     from safetensors import SafetensorError, safe_open
 
@@ -130,9 +138,9 @@ def _open_shard(path: Path, wanted: Collection[str] = ()) -> dict[str, Callable[
 
 
 def _mapped(path: Path) -> tuple[dict[str, Any], int, mmap.mmap]:
-    """The header of a file that was found to be whole, where its numbers begin, and the file in memory.
+    """Map a file that was already validated: its header, the offset of its data, and the mapped file.
 
-    So of a tensor only those parts are read that a process takes.
+    Mapping means that a process reads only the parts of a tensor that it uses.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""A SentencePiece model (tokenizer.model), read without its package: byte-pair encoding of texts as they are."""
+"""SentencePiece BPE models (tokenizer.model), read without the sentencepiece package."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from jkv.io.gguf_keys import Metadata
 from jkv.io.gguf_vocab import build_tokenizer
 from jkv.io.tokenizer import Tokenizer
 
-# Numbers of the fields of sentencepiece_model.proto that change how texts are cut.
+# Field numbers of sentencepiece_model.proto that change tokenization.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE, _SCORE, _TYPE = 1, 2, 3
 _KIND, _SUFFIX, _BPE = 3, 24, 2
-_IDS = {"unknown": (40, 0), "bos": (41, 1), "eos": (42, 2)}  # and their defaults
+_IDS = {"unknown": (40, 0), "bos": (41, 1), "eos": (42, 2)}  # field number, default
 _TABLE, _PREFIX, _SQUEEZE, _ESCAPE = 2, 3, 4, 5
 
 
 def build(path: Path, content: bytes, way_out: str) -> Tokenizer | None:
-    """The tokenizer of a model's bytes; raises FormatError, with this way out, where it would cut texts otherwise."""
+    """Build the tokenizer from the bytes of a SentencePiece model.
+
+    Args:
+        path: The file, for error messages.
+        content: The bytes of the file.
+        way_out: Advice for error messages.
+
+    Raises:
+        FormatError: The file is broken, or its model would tokenize differently from the supported kind.
+    """
     with refusing(path, "it is no SentencePiece model", way_out):
         fields: dict[int, list[Any]] = {}
         for number, value in _fields(content):
@@ -33,6 +42,7 @@ def build(path: Path, content: bytes, way_out: str) -> Tokenizer | None:
         trainer, normalizer = (dict(_fields(fields.get(n, [b""])[-1])) for n in (_TRAINER, _NORMALIZER))
         tokens = [piece[_PIECE].decode() for piece in pieces]
         scores = [struct.unpack("<f", piece.get(_SCORE, bytes(4)))[0] for piece in pieces]
+    # Reject settings that are not implemented.
     other = {
         "it cuts texts by a unigram model or by words": trainer.get(_KIND, 1) != _BPE,
         "it marks the ends of words": trainer.get(_SUFFIX, 0),
@@ -48,16 +58,16 @@ def build(path: Path, content: bytes, way_out: str) -> Tokenizer | None:
         "tokens": tokens,
         "scores": np.array(scores, np.float32),
         "token_type": np.array([piece.get(_TYPE, 1) for piece in pieces]),
-        **{f"{name}_token_id": i for name, i in ids.items() if i < len(tokens)},  # one that lacks is -1, unsigned
+        **{f"{name}_token_id": i for name, i in ids.items() if i < len(tokens)},  # an absent id is -1, unsigned
         "add_space_prefix": bool(normalizer.get(_PREFIX, 1)),
     }
-    # It is what a GGUF file has of such a model.
+    # The same metadata as in a GGUF file of such a model.
     file = File(path, {f"tokenizer.ggml.{name}": x for name, x in meta.items()}, {})
     return build_tokenizer(Metadata(file))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of the fields of a protobuf message: an int, or bytes; ValueError for what is none."""
+    """Yield number and value (int or bytes) of each field of a protobuf message; ValueError if it is malformed."""
     at = 0
 
     def varint() -> int:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates."""
+"""Tokenizer: text to token ids and back, chat templates, incremental decoding."""
 
 from __future__ import annotations
 
@@ -15,21 +15,32 @@ from jkv.utils.unicode import check_unicode
 if TYPE_CHECKING:
     import tokenizers
 
-# A UTF-8 character is at most four bytes, so at most four tokens; twice that is never a character still arriving.
+# A UTF-8 character is at most four bytes, so at most four tokens; twice that is never an incomplete character.
 _MAX_HELD = 8
-PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that tokens of bytes write as they are
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level tokens spell as they are
 BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTED}))}
 
 
 class Chat(str):
-    """A text that a chat template wrote: it begins as the template has it, so `encode` adds no begin token."""
+    """Text rendered by a chat template; it has its own begin token if any, so `encode` adds none."""
 
     def __add__(self, more: str) -> Chat:
         return Chat(str.__add__(self, more))
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the model's begin/end ids and chat template."""
+    """A `tokenizers.Tokenizer` with the model's begin and end ids and chat templates.
+
+    Attributes:
+        core: The `tokenizers.Tokenizer`.
+        bos_id: The begin token, or None.
+        eos_ids: The end tokens; all end a generation, and templates see the first.
+        add_bos: Whether `encode` adds the begin token.
+        template: The chat template, or None.
+        options: Template options used in every chat; see `tell`.
+        tool_template: Separate template for chats with tools, or None.
+        texts: Texts of special tokens by name, such as pad_token.
+    """
 
     def __init__(
         self,
@@ -44,13 +55,13 @@ class Tokenizer:
     ):
         self.core = core
         self.bos_id = bos_id
-        # The first is the one that templates mean; ends of any kind stop a generation.
+        # Templates see the first one; all of them end a generation.
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.add_bos = add_bos and bos_id is not None
         self.template = template
         self.options: Mapping[str, Any] = {}
-        self.tool_template = tool_template  # for chats with tools, where it has one of its own
-        self.texts = texts  # of tokens by their names, such as pad_token
+        self.tool_template = tool_template  # for chats with tools
+        self.texts = texts  # special tokens by name, such as pad_token
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +69,10 @@ class Tokenizer:
         return self.core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, after the begin token if the model wants one, and `text` has none and is no `Chat`."""
+        """Tokenize `text`, with the begin token first if the model wants one.
+
+        No begin token is added if `text` is a `Chat` or already starts with it.
+        """
         ids = self.within(text)
         if isinstance(text, Chat):
             return ids
@@ -67,7 +81,7 @@ class Tokenizer:
         return ids
 
     def within(self, text: str) -> list[int]:
-        """Token ids of text that follows another: nothing is added to it. ValueError where the tokenizer gives up."""
+        """Tokenize text that continues another text, without a begin token; ValueError if the tokenizer fails."""
         check_unicode("the text", text)
         try:
             return self.core.encode(text, add_special_tokens=False).ids
@@ -79,9 +93,14 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """Text of token ids without the special tokens, but with those that stop texts name.
+        """Decode token ids, leaving out special tokens except those that occur in a stop string.
 
-        Raises ValueError for ids that are negative or too large.
+        Args:
+            ids: Token ids.
+            stop: Stop strings.
+
+        Raises:
+            ValueError: An id is negative or too large.
         """
         plain = [int(i) for i in ids]
         if plain and not (min(plain) >= 0 and max(plain) < 1 << 32):
@@ -95,14 +114,14 @@ class Tokenizer:
         return self.core.decode(shown, skip_special_tokens=False)
 
     def stream(self, stop: Sequence[str] = ()) -> Stream:
-        """A decoder for tokens that arrive one at a time; stop: as for `decode`."""
+        """Return an incremental decoder for tokens that arrive one at a time; `stop` as in `decode`."""
         return Stream(self, stop)
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for in a text: a part of a character, a space before a word, or its own name.
+        """Return the bytes of a token: part of a character, a word with its space, or an added token's text.
 
-        Tokens of bytes (GPT-2) are written with a character for each byte; others with U+2581 for a space, and such as
-        <0x0A> for a byte alone.
+        Byte-level tokens (GPT-2) spell each byte as a character; other tokens use U+2581 for a space, and the form
+        <0x0A> for a single byte.
         """
         text = self.core.id_to_token(token) or ""
         if token in self._added:
@@ -134,10 +153,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> Chat:
-        """The prompt text of messages, each with "role" and "content" (or "tool_calls"); what is null is left out.
+        """Render messages with the chat template to the text of a prompt.
 
-        tools: functions that the model may call, as JSON schemas; options: what else the template reads, such as
-        `enable_thinking=False`. Raises ValueError if the template fails, or for what is no message, tool or option.
+        Args:
+            messages: Mappings with "role" and "content" (or "tool_calls"); null values are left out.
+            tools: Functions the model may call, as JSON schemas.
+            add_generation_prompt: Whether the prompt ends with the start of the assistant's turn.
+            options: Further variables of the template, such as `enable_thinking=False`.
+
+        Raises:
+            ValueError: There is no template, the template fails, or a message, tool or option is invalid.
         """
         template = self.tool_template if tools and self.tool_template else self.template
         if template is None:
@@ -171,15 +196,16 @@ class Tokenizer:
         return Chat(render(template, names | options))
 
     def tell(self, **options: Any) -> Tokenizer:
-        """The same tokenizer, whose template is told these options in every chat that does not say otherwise."""
+        """Return a copy whose template gets these options in every chat that does not override them."""
         made = copy(self)
         made.options = {**self.options, **options}
         return made
 
     def saved(self) -> tuple[str, dict[str, Any]]:
-        """What tokenizer.json holds of it, and what tokenizer_config.json does: its begin, its end and its template.
+        """Return the text of tokenizer.json, and the dict of tokenizer_config.json (special tokens and templates).
 
-        ValueError for one that `tokenizers` cannot write.
+        Raises:
+            ValueError: `tokenizers` cannot serialize this tokenizer.
         """
         import tokenizers
         from tokenizers.processors import TemplateProcessing
@@ -191,7 +217,7 @@ class Tokenizer:
                 raise
             raise ValueError(f"the tokenizer cannot be written ({error})") from error
         begin = self._text(self.bos_id)
-        if self.add_bos and self.bos_id is not None:  # readers look for it around an empty text
+        if self.add_bos and self.bos_id is not None:  # readers detect it by encoding an empty text
             core.post_processor = TemplateProcessing(single="begin $A", special_tokens=[("begin", self.bos_id)])
         end = self._text(self.eos_ids[0] if self.eos_ids else None)
         templates: Any = self.template
@@ -206,10 +232,10 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes tokens as they arrive and never returns half a UTF-8 character.
+    """Incremental decoder that never returns half a UTF-8 character.
 
-    The text of a token can depend on the one before it (a leading space, a character begun), so the tokens of the
-    last piece are decoded again with the new ones, and only what they add is returned.
+    The text of a token can depend on the previous one (a leading space, a partial character), so the tokens of the last
+    piece are decoded again with the new ones, and only the added text is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -218,7 +244,7 @@ class Stream:
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is still incomplete."""
+        """Return the text that `token` completes; "" while a character is still incomplete."""
         self._held.append(int(token))
         text = self._added()
         if len(self._held) < _MAX_HELD and (not text or text.endswith("\ufffd")):
@@ -227,7 +253,7 @@ class Stream:
         return text
 
     def finish(self) -> str:
-        """The rest, where a character that never became complete shows as U+FFFD."""
+        """Return the remaining text; a character that never became complete shows as U+FFFD."""
         text = self._added()
         self._context, self._held = [], []
         return text

@@ -1,4 +1,4 @@
-"""Trained weights of a method: a folder of arrays and a card with the model and the training."""
+"""Trained weights of a method: a folder with arrays and a card that describes the model and the training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WEIGHTS, CARD = "weights.safetensors", "card.json"
-SHIPPED = resources.files("jkv") / "methods" / "weights"  # a folder for each that comes with the package
+SHIPPED = resources.files("jkv") / "methods" / "weights"  # one folder for each set of weights in the package
 
 
 def identities(params: Params) -> list[str]:
-    """Fingerprints of a model in float32, bfloat16 and float16: what is trained for one serves the others."""
+    """Return the fingerprints of a model in float32, bfloat16 and float16; weights trained for one serve all three."""
     return [fingerprint(params, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)]
 
 
@@ -38,9 +38,16 @@ def write(
     card: Mapping[str, Any],
     wide: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Weights in float16 and their card, each file whole or not at all; the card needs `method` and `model`.
+    """Write weights in float16 and their card to a folder, each file atomically.
 
-    wide: the names of those that are kept in float32; integers are kept as they are.
+    Args:
+        folder: The folder, created if needed.
+        arrays: Weights by name; integers keep their type.
+        card: Description, with at least `method` and `model`.
+        wide: Whether the array of a name is kept in float32.
+
+    Raises:
+        ValueError: An array holds NaN, infinity or numbers beyond its type; nothing is written.
     """
     path = Path(folder).expanduser()
     path.mkdir(parents=True, exist_ok=True)
@@ -56,13 +63,13 @@ def write(
 
 
 def _kind(x: Any, wide: bool) -> np.dtype:
-    """The type that an array is kept as."""
+    """Return the dtype that an array is stored in."""
     own = np.asarray(x).dtype
     return own if own.kind in "iu" else np.dtype(np.float32 if wide else np.float16)
 
 
 def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and card of a folder that `write` wrote for one of the methods; FormatError if it is something else."""
+    """Read the arrays and card of a folder that `write` wrote for one of `methods`; else FormatError."""
     path = Path(folder).expanduser()
     card = read_json(path / CARD)
     if card is None:
@@ -78,17 +85,18 @@ def read(folder: str | Path, *methods: str) -> tuple[dict[str, np.ndarray], dict
 
 
 def broken(folder: str | Path, cause: str) -> FormatError:
+    """Build the error for a folder that is not usable as trained weights."""
     return FormatError(folder, cause, "give a folder that `jkv train` or `jkv calibrate` wrote")
 
 
 def unlike(folder: str | Path, arrays: Mapping[str, np.ndarray], method: str) -> FormatError:
-    """The error for arrays that are not a method's, with their names and shapes."""
+    """Build the error for arrays that do not fit a method, with their names and shapes."""
     found = ", ".join(f"{name}{list(x.shape)}" for name, x in arrays.items())
     return broken(folder, f"its arrays are not those of {method} ({found})")
 
 
 def check(models: Sequence[str], params: Params) -> None:
-    """ValueError with both fingerprints unless `models` names this one; an empty list is for any."""
+    """Raise ValueError with both fingerprints unless `models` contains this model; an empty list accepts any."""
     own = fingerprint(params)
     if models and own not in models:
         raise ValueError(
@@ -100,9 +108,17 @@ def check(models: Sequence[str], params: Params) -> None:
 def shipped(
     methods: str | tuple[str, ...], params: Params, make: Callable[..., T], *more: Hashable, how: str = "train"
 ) -> T:
-    """make(folder, *more) of the folder that comes with jkv for a method, the first that has one, and a model.
+    """Load the weights that come with jkv for a method and this model: make(folder, *more), cached.
 
-    It is read once. ValueError with the command that makes one, where there is none.
+    Args:
+        methods: Method or methods to look for; the first with a folder for this model is used.
+        params: The model.
+        make: Builds the result from the folder.
+        more: Further arguments of `make`.
+        how: The jkv command that makes such weights, for the error message.
+
+    Raises:
+        ValueError: No shipped weights fit; the message has the command that makes them.
     """
     own, methods = fingerprint(params), (methods,) if isinstance(methods, str) else methods
     cards = {folder: read_json(folder / CARD) or {} for folder in sorted(Path(str(SHIPPED)).glob("*"))}
@@ -119,9 +135,13 @@ def shipped(
 
 
 class Bearer:
-    """A part of a cache with trained weights. gate: those, or None; models: fingerprints of what they were trained for.
+    """Mixin for parts of a cache config that have trained weights.
 
-    methods: whose folders it takes, its own first; kinds: of the weights, whose `axes` name the axes of each array.
+    Attributes:
+        gate: The weights, or None.
+        models: Fingerprints of the models they were trained for.
+        methods: Methods whose folders this part accepts, its own first.
+        kinds: Classes of the weights; their `axes` name the axes of each array.
     """
 
     gate: Any
@@ -131,23 +151,24 @@ class Bearer:
 
     @property
     def weights(self) -> Any:
-        """The gate; ValueError with the command that makes one, where there is none."""
+        """The weights; ValueError with the command that makes them if they are missing."""
         if self.gate is None:
             name = self.methods[0]
             raise ValueError(f"{name} has no weights yet: give gate='FOLDER', as `jkv train {name}` writes it")
         return self.gate
 
     def gate_of(self, arrays: dict[str, np.ndarray]) -> Any:
-        """The weights that arrays of a folder are, or None; ValueError for numbers that cannot be."""
+        """Build the weights from the arrays of a folder, None if no kind fits; ValueError for invalid numbers."""
         for kind in self.kinds:
             if fit(arrays, kind.axes):
                 return kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
         return None
 
     def bound(self, params: Params) -> Self:
-        """What has weights that were trained for this model, or where it has none, those that come with jkv.
+        """Return this part with weights for this model: its own after a check, else those that come with jkv.
 
-        ValueError as `check` and `shipped` raise it.
+        Raises:
+            ValueError: As `check` and `shipped`.
         """
         if self.gate is None:
             return shipped(self.methods, params, trained, self)
@@ -159,7 +180,11 @@ B = TypeVar("B", bound=Bearer)
 
 
 def trained(folder: str | Path | None, own: B) -> B:
-    """`own` with what `jkv train` wrote for it into a folder, if any; FormatError if that is something else."""
+    """Return `own` with the weights that `jkv train` wrote into a folder; unchanged if `folder` is None.
+
+    Raises:
+        FormatError: The folder has something else.
+    """
     if folder is None:
         return own
     arrays, card = read(folder, *own.methods)
@@ -169,12 +194,12 @@ def trained(folder: str | Path | None, own: B) -> B:
         raise broken(folder, str(error)) from error
     if gate is None:
         raise unlike(folder, arrays, own.methods[0])
-    # every bearer is a part, which the type checker does not know to be a dataclass
+    # every Bearer is a dataclass, which the type checker does not know
     return replace(own, gate=gate, models=tuple(card["model"]))  # type: ignore[type-var]
 
 
 def fit(arrays: Mapping[str, np.ndarray], axes: Mapping[str, Sequence[str | int]]) -> bool:
-    """Whether arrays have these names and axes: a letter is the same length everywhere, a number is that length.
+    """Return whether arrays have these names and axes; a letter is one length everywhere, a number that length.
 
     >>> fit({"a": np.ones((2, 3)), "b": np.ones(3)}, {"a": "LE", "b": "E"})
     True

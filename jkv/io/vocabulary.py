@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, which several files tell of: those that transformers reads, in its order."""
+"""The tokenizer of a model folder, from the files that transformers reads, with the same precedence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Vocabularies in other forms, which are read where there is a tokenizer.json or tokenizer.model beside them.
+# Vocabularies in other formats, which are not read; such a folder also needs tokenizer.json or tokenizer.model.
 _OTHERS = ("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken", "spiece.model", "*.bpe.model")
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
-    """The folder's tokenizer with the end ids of all its configurations; None where it has no vocabulary.
+    """Read a folder's tokenizer with the end ids of all its configs; None if the folder has no vocabulary.
 
-    Raises FormatError for a file that is broken, and for a vocabulary that only other programs read.
+    Raises:
+        FormatError: A file is broken, or the vocabulary has a format that is not supported.
     """
     if (known := _vocabulary(folder)) is None:
         return None
@@ -32,7 +33,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
     ends = [i for source in (config, generation) for i in _ids(source.get("eos_token_id"))]
     if bos is None:
         bos = next(iter(_ids(config.get("bos_token_id"))), known.bos_id)
-    # What the tokenizer puts around an empty text tells whether it begins every text.
+    # Encoding an empty text shows whether the tokenizer adds the begin token.
     around = core.encode("", add_special_tokens=True).ids
     templates = _templates(folder, named)
     return Tokenizer(
@@ -47,14 +48,14 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
 
 
 def _vocabulary(folder: Path) -> Tokenizer | None:
-    """A tokenizer by the file of its vocabulary alone."""
+    """Build a tokenizer from the vocabulary file alone."""
     path = folder / "tokenizer.json"
     if (content := read_small(path)) is not None:
         from tokenizers import Tokenizer as Core
 
         with refusing(path, "it is no tokenizer", AGAIN):
             core = Core.from_buffer(content)
-            # A tokenizer saved in training may cut or fill texts to a length.
+            # A tokenizer saved in training may truncate or pad.
             core.no_truncation()
             core.no_padding()
         return Tokenizer(core)
@@ -72,21 +73,26 @@ def _vocabulary(folder: Path) -> Tokenizer | None:
 
 
 def _named(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; in older folders, without added_tokens_decoder, special_tokens_map.json goes over it."""
+    """Read tokenizer_config.json; in older folders, special_tokens_map.json overrides it.
+
+    Older means that tokenizer_config.json has no added_tokens_decoder.
+    """
     named = read_json(folder / "tokenizer_config.json") or {}
     return named if "added_tokens_decoder" in named else named | (read_json(folder / "special_tokens_map.json") or {})
 
 
 def _add_tokens(folder: Path, core: tokenizers.Tokenizer, named: dict[str, Any]) -> None:
-    """Adds the tokens that only the files beside the vocabulary know; raises FormatError where their ids do not fit."""
+    """Add the tokens that only the other files of the folder know; FormatError if their ids do not fit."""
     from tokenizers import AddedToken
 
     with refusing(folder, "its added tokens cannot be read", AGAIN):
+        # Collect special tokens by role and from the list of extra ones.
         extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
         extra = extra.values() if isinstance(extra, dict) else extra
         roles = (*NAMED, *(name for name in named if name.endswith("_token")))
         called = {text: _flags(x) for name in roles if (text := _text(x := named.get(name)))}
         special = called | {text: _flags(x) for x in extra if (text := _text(x))}
+        # Collect the tokens that have ids.
         if "added_tokens_decoder" in named:
             placed = {int(i): _flags(token) for i, token in named["added_tokens_decoder"].items()}
         else:
@@ -95,6 +101,7 @@ def _add_tokens(folder: Path, core: tokenizers.Tokenizer, named: dict[str, Any])
                 i: {"content": text, "normalized": text not in special, "special": text in special}
                 for text, i in texts.items()
             }
+        # Add them in the order of their ids, then the special tokens without ids.
         known = {token.content for token in core.get_added_tokens_decoder().values()}
         for i, token in sorted(placed.items()):
             if (text := token["content"]) in known:
@@ -108,7 +115,7 @@ def _add_tokens(folder: Path, core: tokenizers.Tokenizer, named: dict[str, Any])
 
 
 def _flags(token: Any) -> dict[str, Any]:
-    """How a token is found in a text, as files write it."""
+    """Return a token's text and matching flags as keyword arguments of `AddedToken`."""
     return {k: x for k, x in token.items() if k != "__type"} if isinstance(token, dict) else {"content": token}
 
 
@@ -122,7 +129,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _templates(folder: Path, named: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name, of files of their own, else of an entry."""
+    """Return the chat templates by name, from separate files if any, else from tokenizer_config.json."""
     files = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path) for name, path in files.items()}
     value: Any = {"default": read_text(folder / "chat_template.jinja")} | texts

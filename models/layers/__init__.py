@@ -1,1 +1,1 @@
-"""Layers that several model families share."""
+"""Layers that several model families share: MoE, Mamba-2, gated delta rule."""

@@ -1,4 +1,4 @@
-"""Blocks with experts: a router, and the products of the experts that tokens go through."""
+"""MoE blocks: the router, and the products of the experts that tokens use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ from jkv.models.weights.params import EACH
 
 Weights = Mapping[str, Array]
 ATTENTION = {name: LLAMA.block[name] for name in ("norm1", "qkv", "o", "norm2")}
-MOST = 4096  # experts
+MOST = 4096  # maximum number of experts
 
 
 def names(router: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """The fields of a block with experts, of whose tensors each stands for one of every expert: a star is its number.
+    """Return the tensor names of a block with experts; a star stands for the expert's number.
 
     >>> names("gate.weight", "*.w1", "*.w3", "*.w2")["each_down"]
     ('*.w2',)
@@ -30,7 +30,7 @@ def names(router: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ..
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of a tensor of such blocks by the end of its name, as checkpoints store it."""
+    """Return the shapes of a MoE block's tensors, by the end of their name, as checkpoints store them."""
     e = c.experts
     assert e is not None
     one, back = (e.hidden, c.width), (c.width, e.hidden)
@@ -40,14 +40,14 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def everywhere(c: ModelConfig, but: Sequence[int] = ()) -> ModelConfig:
-    """The config with experts in all blocks but some; of the size of its MLPs, where none is known."""
+    """Return the config with experts in all blocks except `but`; their hidden size defaults to that of the MLPs."""
     assert c.experts is not None
     blocks = tuple(i for i in range(c.layers) if i not in but)
     return replace(c, experts=replace(c.experts, at=blocks, hidden=c.experts.hidden or c.hidden))
 
 
 def experts_of(f: Fields, count: int, active: int, hidden: int = 0, **more: Any) -> Experts:
-    """Experts, of blocks that are not known yet; ValueError for more active ones than there are."""
+    """Build Experts without block indices; ValueError for more active experts than there are, or far too many."""
     if active > count:
         raise f.refuse("num_experts_per_tok", active, f"there are {count} experts")
     if count > MOST:
@@ -56,9 +56,13 @@ def experts_of(f: Fields, count: int, active: int, hidden: int = 0, **more: Any)
 
 
 def feed(w: Weights, x: Array, c: ModelConfig, one: Callable[[Weights, Array], Array] | None = None) -> Array:
-    """What follows attention in a block: one MLP, or the experts and the shared MLP, [B,T,E] -> [B,T,E].
+    """Run the second half of a block: one MLP, or the experts plus the shared MLP, [B,T,E] -> [B,T,E].
 
-    one(weights of an expert, x [m,E]) -> [m,E]; default: a gated MLP.
+    Args:
+        w: Weights of the block.
+        x: [B,T,E], normed input.
+        c: Model config.
+        one: one(weights of an expert, x [m,E]) -> [m,E]; default: a gated MLP.
     """
     if c.experts is None or "router" not in w:
         return mlp(w, x, c.act)
@@ -73,7 +77,7 @@ def feed(w: Weights, x: Array, c: ModelConfig, one: Callable[[Weights, Array], A
 
 
 def shared(w: Weights, x: Array, act: str) -> Array:
-    """The MLP that every token goes through, times sigmoid(gate x) where the family has such a gate [1,E]."""
+    """Run the MLP that every token uses, times sigmoid(gate x) if the family has this gate [1,E]."""
     y = mlp(w, x, act)
     if "shared_gate" not in w:
         return y
@@ -81,15 +85,26 @@ def shared(w: Weights, x: Array, act: str) -> Array:
 
 
 def through(one: Callable[[Weights, Array], Array], own: Weights, x: Array, index: Array, weight: Array) -> Array:
-    """The sum over K of weight f32[M,K] times what expert index i32[M,K] makes of a token of x [M,E].
+    """Run each token through its experts and sum their outputs with the router's weights.
 
-    own: arrays [N,...], of which `one` takes an expert's. Tokens are sorted by expert and go through in tiles of one
-    expert each, as many as there are: no expert without a token is read, and beside the sorted results [M K,E] nothing
-    is larger than a tile or an expert.
+    Tokens are sorted by expert and run in tiles of one expert each. The number of tiles depends on the tokens: an
+    expert without tokens is not read, and besides the sorted outputs [M K,E] nothing larger than a tile or an expert is
+    allocated.
+
+    Args:
+        one: one(weights of an expert, x [m,E]) -> [m,E].
+        own: Weights of all experts, arrays [N,...].
+        x: [M,E], tokens.
+        index: i32[M,K], experts of each token.
+        weight: f32[M,K], their weights.
+
+    Returns:
+        [M,E] in the dtype of x.
     """
     m, k = index.shape
     count = jax.tree.leaves(own)[0].shape[0]
     tile = tile_size(m, m * k, count)
+    # Sort the (token, expert) pairs by expert and lay out the tiles.
     flat = index.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.zeros(count, jnp.int32).at[flat].add(1)
@@ -102,19 +117,26 @@ def through(one: Callable[[Weights, Array], Array], own: Weights, x: Array, inde
         start = first[e] + (i - ends[e] + tiles[e]) * tile
         mine = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, e, 0, keepdims=False), own)
         got = one(mine, x[jax.lax.dynamic_slice_in_dim(rows, start, tile)])
-        # What a tile holds beyond its expert's tokens, the next tile, which begins there, writes again.
+        # Rows past the expert's own tokens are overwritten by the next tile, which starts there.
         return jax.lax.dynamic_update_slice_in_dim(y, got, start, 0)
 
     y = jax.lax.fori_loop(0, ends[-1], step, jnp.zeros((m * k + tile, x.shape[1]), x.dtype))
+    # Restore the order of the pairs and sum over the experts of each token.
     back = jnp.argsort(order).reshape(m, k)
     return jnp.einsum("mk,mke->me", weight, y[back].astype(jnp.float32)).astype(x.dtype)
 
 
 def tile_size(tokens: int, pairs: int, count: int) -> int:
-    """Tokens of a tile: one where a token is alone, as its experts differ; else about an expert's share of the pairs.
+    """Return the tokens per tile: 1 for a single token, else about an expert's share of the pairs, at most 64.
 
-    Measured on two cores with XLA for CPUs, float32, 4 of 32 experts of 3 x [768, 1024]. One token: tiles of 1 take
-    2.5 ms and of 8 3.9 ms, where all experts for all tokens take 13.7 ms and `ragged_dot` 117 ms. 512 tokens: tiles of
-    16, 32, 64 and 128 take 161, 120, 103 and 110 ms, all experts 366 ms and `ragged_dot` 1975 ms.
+    A single token uses 1 because its experts all differ. Measured on two cores with XLA for CPUs, float32, 4 of 32
+    experts of 3 x [768, 1024]. One token: tiles of 1 take 2.5 ms and of 8 3.9 ms, where all experts for all tokens take
+    13.7 ms and `ragged_dot` 117 ms. 512 tokens: tiles of 16, 32, 64 and 128 take 161, 120, 103 and 110 ms, all experts
+    366 ms and `ragged_dot` 1975 ms.
+
+    Args:
+        tokens: Number of tokens.
+        pairs: Number of (token, expert) pairs.
+        count: Number of experts.
     """
     return 1 if tokens == 1 else min(64, 8 * max(1, pairs // (8 * count)))

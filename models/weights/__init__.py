@@ -1,1 +1,1 @@
-"""Weights: the params pytree, how it is loaded, quantized and multiplied."""
+"""Weights: the params pytree, loading, quantization and matmuls."""

@@ -1,4 +1,4 @@
-"""Matrices as sums of blocks of one sign a weight and a product of low rank (BitStack, 2410.23918)."""
+"""BitStack matrices (2410.23918): sums of blocks, each with one sign per weight and a low-rank product."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from .loading import Stack
 from .quantize import EACH, FORMATS, MATRICES
 from .tiled_matmul import LARGE, TILE, tiled
 
-RANK = 16  # of a block, where nothing else is asked for
-TABLES = ("embed", "head")  # in int8: a row of theirs is looked up, or they end the model
+RANK = 16  # default rank of a block
+TABLES = ("embed", "head")  # kept in int8, because they are lookup tables or the last product
 
 Blocks = tuple[
     np.ndarray, np.ndarray, np.ndarray
@@ -31,8 +31,12 @@ Blocks = tuple[
 class Signed(Kept):
     """A matrix [*out, in] of n blocks: w = sum_i sign_i * (left_i right_i).
 
-    signs: uint8 [*out, n, in / 8], rounded up; a bit is 1 where the sign is +, and an input's is the higher the earlier
-    it comes. left: float16 [*out, n, k]; right: float16 [n, k, in]. kind: the float type that the matrix stands for.
+    Attributes:
+        signs: uint8 [*out, n, in / 8], rounded up; bit 1 means +, and the first input has the highest bit of its byte.
+        left: float16 [*out, n, k].
+        right: float16 [n, k, in].
+        kind: Float type that the matrix stands for.
+        form: Name of the format.
     """
 
     signs: Array
@@ -47,12 +51,12 @@ class Signed(Kept):
 
     @property
     def flat(self) -> "Signed":
-        """The same with one axis of outputs."""
+        """The matrix with one axis of outputs."""
         signs, left = (a.reshape(-1, *a.shape[-2:]) for a in (self.signs, self.left))
         return replace(self, signs=signs, left=left)
 
     def floats(self) -> Array:
-        """The matrix f32[*out, in].
+        """Decode the matrix to f32[*out, in].
 
         >>> w = Signed(signs=jnp.array([[[0b10000000]]], jnp.uint8), left=jnp.full((1, 1, 1), 2, jnp.float16),
         ...     right=jnp.ones((1, 1, 2), jnp.float16))
@@ -64,7 +68,7 @@ class Signed(Kept):
 
 
 def _sums(signs: Array, left: Array, right: Array) -> Array:
-    """f32[out, in] of all blocks: one product of low rank at a time."""
+    """Sum all blocks to f32[out, in], one low-rank product at a time."""
     width = right.shape[-1]
 
     def one(i: Array, total: Array) -> Array:
@@ -95,9 +99,12 @@ def _(w: Signed, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _signed(w: Signed, x: Array, dtype: Any) -> Array:
-    """x [n, in] with w [out, in] -> [n, out], a tile of w in floats at a time: k multiply-adds a weight and block."""
+    """Multiply x [n, in] with w [out, in] -> [n, out], decoding tile by tile.
+
+    Decoding takes k multiply-adds per weight and block.
+    """
     out, width = w.shape
-    half = -(-out // 2) * width  # two tiles or more, as in `weights._coded`
+    half = -(-out // 2) * width  # at least two tiles, as in `linear._coded`
 
     def product(tile: int, w: Signed, x: Array) -> Array:
         def times(own: tuple[Array, Array], x: Array) -> Array:
@@ -110,7 +117,7 @@ def _signed(w: Signed, x: Array, dtype: Any) -> Array:
 
 
 def block_bytes(shape: tuple[int, ...], k: int) -> int:
-    """Bytes of one block of a matrix [*out, in]. ValueError for a k above the rank of any such matrix.
+    """Return the bytes of one block of a matrix [*out, in]; ValueError for a k above the matrix's rank.
 
     >>> block_bytes((4, 16), 2)
     88
@@ -122,11 +129,19 @@ def block_bytes(shape: tuple[int, ...], k: int) -> int:
 
 
 def decompose(w: np.ndarray, k: int, n: int, scale: np.ndarray | None = None) -> Blocks:
-    """n blocks of w f32[*out, in]: of what the blocks before leave, the signs and the best product of rank k of |.|.
+    """Decompose w f32[*out, in] into n blocks: signs and best rank-k product of the absolute residual.
 
-    R_0 = w * scale; sign_i = R_i >= 0; left_i right_i = SVD_k(|R_i|), the roots of the singular values on both sides,
-    in float16; R_i+1 = R_i - sign_i * (left_i right_i), so |R_i| never grows. scale f32[in]: how much each input
-    weighs, up to a factor; right has it divided out. ValueError for NaN, infinity, and k above the rank of any such w.
+    R_0 = w * scale; sign_i = R_i >= 0; left_i right_i = SVD_k(|R_i|), with the square roots of the singular values on
+    both sides, in float16; R_i+1 = R_i - sign_i * (left_i right_i), so |R_i| never grows.
+
+    Args:
+        w: f32[*out, in].
+        k: Rank of a block.
+        n: Number of blocks.
+        scale: f32[in], importance of each input up to a factor; it is divided out of `right`.
+
+    Raises:
+        ValueError: w has NaN or infinity, k is above its rank, or a block exceeds float16.
     """
     rest = np.array(w, np.float32).reshape(-1, w.shape[-1])
     if not np.isfinite(rest).all():
@@ -151,7 +166,7 @@ def decompose(w: np.ndarray, k: int, n: int, scale: np.ndarray | None = None) ->
 
 
 def _low_rank(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """f64 [out, k] and [k, in], whose product is the best of rank k: by the eigenvectors of the smaller Gram matrix."""
+    """Return f64 [out, k] and [k, in], the best rank-k approximation, from eigenvectors of the smaller Gram matrix."""
     wide = x.astype(np.float64)
     tall = len(wide) >= wide.shape[1]
     m = wide if tall else wide.T
@@ -165,9 +180,13 @@ def _low_rank(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Bitstack:
-    """The form of `Signed` matrices in the layers, each of as many blocks as `counts` says, and of tables in int8.
+    """The weight format of `Signed` matrices in the layers, with the embedding and head in int8.
 
-    blocks(layer, field, n, array): the first n blocks of a field's array, as `decompose` gives them.
+    Attributes:
+        counts: Blocks per (layer, field).
+        k: Rank of a block.
+        blocks: blocks(layer, field, n, array) -> the first n blocks of a field's array, as `decompose` returns them.
+        divided: Whether the devices of a mesh can share its arrays.
     """
 
     counts: Mapping[tuple[int, str], int]
@@ -199,7 +218,7 @@ class Bitstack:
 
 
 def signed(field: str) -> bool:
-    """Whether a field of a layer is kept in blocks; ValueError for those of experts."""
+    """Return whether a field of a layer is kept in blocks; ValueError for fields of experts."""
     if field.startswith(EACH):
         raise ValueError("bitstack weights: this model has experts, whose matrices have no blocks; use weights='int8'")
     return field in MATRICES and field not in TABLES

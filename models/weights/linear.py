@@ -1,4 +1,4 @@
-"""Weights as they are kept in memory, floats or codes of fewer bits, and the one product that all go through."""
+"""Weights in memory, as floats or quantized codes, and the matmul that all of them use."""
 
 from functools import partial, singledispatch
 from math import gcd, prod
@@ -14,21 +14,26 @@ from jkv.arrays.pytree import static, value
 
 from .tiled_matmul import LARGE, TILE, never, pieces, tiled
 
-ROWS = 256  # rows of a product that an accelerator computes as fast as it reads the weights, at most
-AT_ONCE = 1 << 22  # weights whose codes a CPU adds up at a time for one row
-TERMS = 64  # stretches of inputs that one fused loop of a CPU adds up
-STRETCH, LEAST = 32, 8  # inputs of such a stretch, at most; of fewer the loops are slow
+ROWS = 256  # maximum rows that an accelerator multiplies as fast as it reads the weights
+AT_ONCE = 1 << 22  # weights per tile of a CPU's product with one row
+TERMS = 64  # stretches of inputs summed in one fused CPU loop
+STRETCH, LEAST = 32, 8  # maximum inputs of a stretch; minimum, because loops over fewer are slow
 
 
 @value
 class Steps:
-    """A number for each group of inputs, f[*out, n]: values, or values * units, where several groups share a unit."""
+    """A number per group of inputs, f[*out, n].
+
+    Attributes:
+        values: The numbers, or integers to multiply by `units`.
+        units: A factor that several consecutive groups share, or None.
+    """
 
     values: Array
     units: Array | None = None
 
     def wide(self) -> Array:
-        """f32[*out, n]."""
+        """Return the numbers as f32[*out, n]."""
         x = self.values.astype(jnp.float32)
         if self.units is None:
             return x
@@ -37,7 +42,12 @@ class Steps:
 
 
 class Kept:
-    """A matrix [*out, in] in another form than floats: `kind` is the type it stands for, `form` the form's name."""
+    """Base of matrices [*out, in] that are not kept as floats.
+
+    Attributes:
+        kind: Float type that the matrix stands for.
+        form: Name of the format.
+    """
 
     kind: Any
     form: str
@@ -57,11 +67,18 @@ class Kept:
 
 @value
 class Coded(Kept):
-    """A matrix [*out, in] of codes: w = step * (code - zero) + low, where a group of inputs shares step and low.
+    """A quantized matrix [*out, in]: w = step * (code - zero) + low, with step and low per group of inputs.
 
-    codes: int8 [*out, in]; or uint8 [*out, in / 2], where inputs j and j + span / 2 of each `span` share a byte, the
-    first in its low bits. high: uint8 [*out, in / 4], two more bits of each code, inputs 32 apart in a byte; or None.
-    low None: 0. kind: the float type that the matrix stands for; form: what such codes are called.
+    Attributes:
+        codes: int8 [*out, in]; or uint8 [*out, in / 2], where inputs j and j + span / 2 of each `span` share a byte,
+            the first in the low bits.
+        step: Step per group.
+        low: Low per group; None: 0.
+        high: uint8 [*out, in / 4], two more bits per code, with inputs that are 32 apart in one byte; or None.
+        span: Inputs whose codes are packed together; 0: not packed.
+        zero: Code that stands for 0.
+        kind: Float type that the matrix stands for.
+        form: Name of the format.
     """
 
     codes: Array
@@ -88,11 +105,11 @@ class Coded(Kept):
 
     @property
     def finite(self) -> bool:
-        """Whether all numbers are, of a matrix on the host."""
+        """Whether all steps and lows of a host matrix are finite."""
         return all(bool(np.isfinite(np.asarray(x)).all()) for x in jax.tree.leaves((self.step, self.low)))
 
     def integers(self) -> Array:
-        """The codes less their zero, [*out, in]: int8, or int32 where they are packed."""
+        """Return the codes minus their zero, [*out, in]: int8, or int32 if they are packed."""
         if not self.span:
             return self.codes
         code = _fields(self.codes, 2, self.span // 2)
@@ -101,7 +118,7 @@ class Coded(Kept):
         return code.astype(jnp.int32) - self.zero
 
     def floats(self, dtype: Any = jnp.float32) -> Array:
-        """The matrix [*out, in].
+        """Dequantize the matrix [*out, in].
 
         >>> w = Coded(codes=jnp.array([[1, -2]], jnp.int8), step=Steps(values=jnp.array([[0.5]])))
         >>> w.floats().tolist()
@@ -116,14 +133,14 @@ class Coded(Kept):
 
 @value
 class Joined:
-    """A stack [n, parts, size, in] of matrices that are coded differently, one after the other in their parts."""
+    """A stack [n, parts, size, in] of matrices that are coded differently, concatenated along their parts."""
 
     parts: tuple[Coded, ...]
 
 
 @value
 class Rounded:
-    """A matrix that is multiplied in another float type, `inner`: it is rounded where it meets what it multiplies."""
+    """A matrix that is multiplied in the float type `inner`, rounded at the product."""
 
     matrix: Array
     inner: Any = static()
@@ -131,7 +148,7 @@ class Rounded:
 
 @singledispatch
 def rounded(w: Any, inner: Any) -> Any:
-    """The matrix w [*out, in] as one that is multiplied in the float type `inner`; codes are as they were."""
+    """Return the matrix w [*out, in] to be multiplied in the float type `inner`; quantized matrices are unchanged."""
     return Rounded(matrix=w, inner=inner)
 
 
@@ -142,7 +159,7 @@ def _(w: Any, inner: Any) -> Any:
 
 
 def forms(tree: Any) -> str:
-    """What the matrices of a model are kept as.
+    """List the formats of a model's matrices.
 
     >>> forms((jnp.ones((2, 2)), jnp.ones(3)))
     'float32'
@@ -152,7 +169,7 @@ def forms(tree: Any) -> str:
 
 
 def _fields(x: Array, n: int, stretch: int) -> Array:
-    """u8[*out, m n]: the n numbers in each byte of u8[*out, m], those of `stretch` bytes one after the other."""
+    """Unpack the n numbers in each byte, u8[*out, m] -> u8[*out, m n], in runs of `stretch` bytes."""
     shift = jnp.arange(n, dtype=jnp.uint8) * jnp.uint8(8 // n)
     bits = x.reshape(*x.shape[:-1], -1, 1, stretch)
     bits = bits >> shift.reshape(*[1] * x.ndim, n, 1)
@@ -160,13 +177,13 @@ def _fields(x: Array, n: int, stretch: int) -> Array:
 
 
 def rows(w: Any, ids: Array) -> Array:
-    """The rows of a table [V, E] that ids i32[...] name, [..., E]: of one that is coded, these alone are decoded."""
+    """Gather rows of a table [V, E] at ids i32[...], [..., E]; of a quantized table only these rows are decoded."""
     return decoded(jax.tree.map(lambda x: jnp.take(x, ids, axis=0), w))
 
 
 @singledispatch
 def decoded(x: Any) -> Array:
-    """A matrix in floats, whatever it is kept as."""
+    """Return a matrix in floats, whatever its format."""
     return x
 
 
@@ -176,14 +193,18 @@ def _(x: Coded) -> Array:
 
 
 def linear(w: Any, x: Array, dtype: Any = None) -> Array:
-    """x [..., in] with w [*out, in] -> [..., *out]: the one product that all weights go through.
+    """Multiply x [..., in] with w [*out, in] -> [..., *out]; all weights go through this function.
 
-    `dtype` is the type of the result (default: x's). It is the type of the sums too: logits need float32. Codes are
-    decoded where they are multiplied, in tiles or inside of a fused product, so no matrix is ever whole in floats.
-    Stored [out, in]: the products of a decode step of SmolLM2-135M (538 MB of float32, XLA CPU, 2 cores, three runs)
-    then take 18.3 to 19.5 ms (28 GB/s), against 19.2 to 19.9 ms for [in, out]; at T = 512 its layers take 565 and
-    639 ms against 553 and 560 ms (two runs). That close, the checkpoints' own order wins: loading transposes nothing
-    and a tied head needs no second copy.
+    Codes are decoded where they are multiplied, in tiles or inside a fused product, so no whole matrix is ever in
+    floats. Matrices are stored [out, in]: the products of a decode step of SmolLM2-135M (538 MB of float32, XLA CPU, 2
+    cores, three runs) then take 18.3 to 19.5 ms (28 GB/s), against 19.2 to 19.9 ms for [in, out]; at T = 512 its layers
+    take 565 and 639 ms against 553 and 560 ms (two runs). With times this close the checkpoints' own order is used:
+    loading transposes nothing and a tied head needs no second copy.
+
+    Args:
+        w: Weights in any format.
+        x: [..., in].
+        dtype: Type of the result and of the sums (default: x's). Logits need float32.
 
     >>> linear(jnp.ones((3, 2)), jnp.ones((1, 2))).tolist()
     [[2.0, 2.0, 2.0]]
@@ -193,13 +214,14 @@ def linear(w: Any, x: Array, dtype: Any = None) -> Array:
 
 @singledispatch
 def product(w: Any, x: Array, dtype: Any) -> Array:
-    flat = w.reshape(-1, w.shape[-1])  # XLA's product on a CPU copies an array of more axes
+    """Multiply x [..., in] with w [*out, in]; formats register their own implementation."""
+    flat = w.reshape(-1, w.shape[-1])  # XLA's CPU matmul copies arrays with more axes
     times = _of_one_row if single(x) else _of_few if prod(x.shape[:-1]) <= FEW else _product
     return times(flat, x, dtype).reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def single(x: Array) -> bool:
-    """Whether x [..., in] is one row."""
+    """Return whether x [..., in] is one row."""
     return x.ndim > 1 and x.size == x.shape[-1]
 
 
@@ -209,10 +231,11 @@ def _product(w: Array, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
-    """On a TPU as the first of two rows: XLA sums the product of one on vector units, slower than memory gives weights.
+    """Multiply one row; on a TPU it is padded to two rows, because XLA sums a one-row product on vector units.
 
-    For bfloat16 [10576, 2560] its schedule has 237,000 cycles for one row on v6e and 70,000 for two; v5e 388,000 and
-    146,000. So it is for float16 on a GPU: one before Ampere would convert all weights to float32 for one row.
+    That is slower than reading the weights: for bfloat16 [10576, 2560] the schedule has 237,000 cycles for one row on
+    v6e and 70,000 for two; v5e 388,000 and 146,000. float16 on a GPU is padded too, because a GPU before Ampere would
+    convert all weights to float32 for one row.
     """
 
     def two(w: Array, x: Array) -> Array:
@@ -225,7 +248,10 @@ def _of_one_row(w: Array, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _of_few(w: Array, x: Array, dtype: Any) -> Array:
-    """On a CPU turned around: 2 to 5 rows, with matrices of SmolLM2-135M, take 6% to 38% less, 6 to 16 as long."""
+    """Multiply a few rows, transposed on a CPU.
+
+    With matrices of SmolLM2-135M, 2 to 5 rows take 6% to 38% less time, 6 to 16 rows take as long either way.
+    """
 
     def cpu(w: Array, x: Array) -> Array:
         return turned(x.reshape(-1, x.shape[-1]), w, dtype).reshape(*x.shape[:-1], len(w))
@@ -252,30 +278,31 @@ def _(w: Coded, x: Array, dtype: Any) -> Array:
 
 @partial(jax.jit, static_argnames="dtype")
 def _coded(w: Coded, x: Array, dtype: Any) -> Array:
-    """x [n, in] with w [out, in] -> [n, out]."""
-    # one row on a CPU is bound by memory, several by the product
+    """Multiply x [n, in] with quantized w [out, in] -> [n, out]."""
+    # one row on a CPU is memory-bound, several are compute-bound
     summed = len(x) == 1 and _stretch(w) >= LEAST and pieces(len(w.codes)) == 1
-    # in two tiles or more: what does not depend on a loop's turn XLA takes out of the decode loop, for all matrices
+    # at least two tiles: XLA would hoist a loop-invariant decode out of the decode loop, for all matrices
     tile = AT_ONCE if summed else min(TILE, -(-w.shape[0] // 2) * w.shape[1])
     cpu = partial(tiled, tile=tile, times=_summed if summed else _of_floats)
     return jax.lax.platform_dependent(w, x, cpu=partial(cpu, dtype=dtype), default=partial(_fused, dtype=dtype))
 
 
 def _fused(w: Coded, x: Array, dtype: Any) -> Array:
-    """For accelerators: codes are turned into floats where the product reads them, and multiplied by steps afterwards.
+    """Multiply with codes on accelerators: codes become floats inside the product, steps are applied afterwards.
 
-    Steps of groups would have to be spread over their inputs, which costs a TPU 50 times the product. So the sum of
-    each group is an output of its own where rows are few, x being spread instead; and where they are many, a tile is
-    decoded at a time, its steps spread by a product with zeros and ones. v5e, [14336, 4096] in 4 bits, two rows: 2.3
-    million cycles with spread steps and a copy in memory, 160,000 by groups, 406,000 by tiles, both without one.
+    Spreading group steps over their inputs costs a TPU 50 times the product. So with few rows, the sum of each group is
+    a separate output, and x is spread instead; with many rows, one tile is decoded at a time, its steps spread by a
+    product with zeros and ones. v5e, [14336, 4096] in 4 bits, two rows: 2.3 million cycles with spread steps and a copy
+    in memory, 160,000 by groups, 406,000 by tiles, both without a copy.
     """
     if w.step.values.shape[-1] == 1:
-        rows = jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x  # as in `_of_one_row`
+        rows = jnp.concatenate([x, jnp.zeros_like(x)]) if len(x) == 1 else x  # padded as in `_of_one_row`
         y = _product(w.integers().astype(x.dtype), rows, jnp.float32) * w.step.wide()[None, :, 0]
         return y[: len(x)].astype(dtype)
     parts = _split(w, x)
     if len(x) * parts[0][2].shape[1] > ROWS:
         return tiled(w, x, dtype, tile=LARGE, times=_of_spread)
+    # Few rows: a separate sum per group, then steps.
     y = _lows(w, x)
     for code, own, step in parts:
         n, k = len(own), step.shape[1]
@@ -286,9 +313,10 @@ def _fused(w: Coded, x: Array, dtype: Any) -> Array:
 
 
 def _split(w: Coded, x: Array) -> list[tuple[Array, Array, Array]]:
-    """Codes [out, m], rows [n, m] and steps f32[out, k]: of the inputs in the low bits of bytes, and in the high ones.
+    """Split into the inputs in the low bits of bytes and those in the high bits, so that only x is reordered.
 
-    So nothing is put back in order but x.
+    Returns:
+        For each part, codes [out, m], rows [n, m] and steps f32[out, k].
     """
     step = w.step.wide()
     if not w.span or w.high is not None:
@@ -303,12 +331,12 @@ def _split(w: Coded, x: Array) -> list[tuple[Array, Array, Array]]:
 
 
 def _members(groups: int, inputs: int, dtype: Any) -> Array:
-    """[groups, inputs]: 1 where the input is in the group."""
+    """Return [groups, inputs], 1 where the input is in the group."""
     return (jnp.arange(groups)[:, None] == jnp.arange(inputs)[None] // (inputs // groups)).astype(dtype)
 
 
 def _lows(w: Coded, x: Array) -> Array:
-    """f32[n, out]: what the lows add, which multiply the sum of their group's inputs."""
+    """Return f32[n, out], the contribution of the lows, which multiply the sum of their group's inputs."""
     if w.low is None:
         return jnp.zeros((len(x), w.shape[0]), jnp.float32)
     low = w.low.wide()
@@ -317,7 +345,7 @@ def _lows(w: Coded, x: Array) -> Array:
 
 
 def _of_spread(w: Coded, x: Array) -> Array:
-    """The product f32[n, out] of a tile, steps spread by a product of zeros and ones."""
+    """Multiply with a tile, f32[n, out], spreading steps by a product with zeros and ones."""
     y, exact = _lows(w, x), jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     for code, own, step in _split(w, x):
         spread = jnp.dot(step.astype(x.dtype), _members(step.shape[1], own.shape[1], x.dtype), precision=exact)
@@ -330,14 +358,16 @@ def _of_floats(w: Coded, x: Array) -> Array:
 
 
 def _summed(w: Coded, x: Array) -> Array:
-    """One row: y = sum over stretches of inputs of step * code * x, each n numbers an output, and then their sum.
+    """Multiply one row: y = sum over stretches of inputs of step * code * x, as n partial sums per output.
 
-    A CPU's loops are fast along an array of which every element is a result; XLA sums along the last axis one by one,
-    and writes floats for a product. So n sums an output are made of slices of the codes, which are read once.
+    CPU loops are fast along an axis in which every element is a result, but XLA sums along the last axis sequentially,
+    and writes floats to memory for a product. So n sums per output are computed from slices of the codes, which are
+    read once, and summed at the end.
     """
     out, width = w.shape
     first = never(x).astype(jnp.int32)  # 0
     each, step, x = w.step.values.shape[-1] > 1, w.step.wide(), x[0].astype(jnp.float32)
+    # Cut the inputs into pieces that whole groups and packed spans fit into.
     n = _stretch(w)
     unit = max(n, w.span, 128 if w.high is not None else 0, w.group if each else 0)
     units = width // unit
@@ -352,6 +382,7 @@ def _summed(w: Coded, x: Array) -> Array:
 
     y = jnp.zeros((out, n), jnp.float32)
     y = piece(first, y) if pieces == 1 else jax.lax.fori_loop(0, pieces, piece, y)
+    # Sum the partial sums, then apply a common step, the zero and the lows.
     y = y @ jnp.ones(n, jnp.float32)
     if not each:
         y = y * step[:, 0]
@@ -362,14 +393,21 @@ def _summed(w: Coded, x: Array) -> Array:
 
 
 def _stretch(w: Coded) -> int:
-    """Inputs that lie beside each other in memory and share a step, as many as are added up at once."""
+    """Return how many inputs are summed at once: those that are contiguous in memory and share a step, at most 32."""
     return gcd(w.group, w.span // 2 or w.shape[1], STRETCH)
 
 
 def _stretches(w: Coded, i: Array, x: Array, step: Array | None, n: int) -> Array:
-    """f32[out, n]: the sum over stretches of n inputs of code * x, times the step of each, without the zero; of the
-    i-th inputs x [m] and their steps."""
-    sums, half = [jnp.float32(0), jnp.float32(0)], w.span // 2  # two, as one sum waits for itself
+    """Sum code * x * step over stretches of n inputs, without the zero: f32[out, n].
+
+    Args:
+        w: The matrix.
+        i: Index of the piece of inputs.
+        x: f32[m], the inputs of this piece.
+        step: Their steps, or None: without steps.
+        n: Inputs of a stretch.
+    """
+    sums, half = [jnp.float32(0), jnp.float32(0)], w.span // 2  # two accumulators, to shorten the dependency chain
 
     def bits(codes: Array, at: int, shift: int, most: int) -> Array:
         own = codes.shape[1] * len(x) // w.shape[1]

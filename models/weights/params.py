@@ -1,4 +1,4 @@
-"""Weights as one pytree, and how they are built from named tensors."""
+"""The params pytree, and how it is built from named tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,22 +21,32 @@ from .linear import Coded, Joined, Kept, rounded
 from .loading import Held, Rows, Stack
 from .quantize import EACH, MATRICES, Form, named
 
-Tensors = Mapping[str, Callable[[], Any]]  # thunks of arrays, or of a `stacks.Matrix` with their `dtype`
-Blocks = Mapping[str, Callable[[], Any]]  # thunks of a `stacks.Matrix` whose rows are `Coded`
-Put = Callable[[str, Any, Any], Array]  # name of a field, its values (a Stack or Held) and type -> where it belongs
-BUFFERS = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))  # which the config says too
-EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # fields of mixers and routers
+Tensors = Mapping[str, Callable[[], Any]]  # readers of arrays, or of a `loading.Matrix` with a `dtype`
+Blocks = Mapping[str, Callable[[], Any]]  # readers of a `loading.Matrix` whose rows are `Coded`
+Put = Callable[[str, Any, Any], Array]  # field name, its values (Stack or Held), dtype -> array on its devices
+BUFFERS = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))  # known from the config
+EXACT = ("a_log", "dt_bias", "skip", "router_bias", "router_shift")  # mixer and router fields in float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What a checkpoint calls its tensors: field of a block -> the tensors that it stacks, in this order.
+    """Tensor names of a family's checkpoints: field of a block -> the tensors that it stacks, in order.
 
-    block: of the blocks that attend; sparse: of those that attend and have experts, with a star for an expert's number;
-    mixer, sparse_mixer: of those that recur, likewise. shapes: of a family's tensors that differ from `shapes`, by the
-    end of the name; parts: rows of the tensors that one tensor of the checkpoint holds, likewise; read: what a
-    checkpoint's tensors are by these names, where it packs them otherwise; absent: fields that a model lacks; unread:
-    beginnings of the names that are left alone; place: the number of a block in the names.
+    Attributes:
+        block: Fields of attention blocks.
+        sparse: Fields of attention blocks with experts; a star stands for the expert's number.
+        mixer: Fields of recurrent blocks.
+        sparse_mixer: Fields of recurrent blocks with experts.
+        blocks: Prefix of the blocks' names.
+        embed: Name of the embedding.
+        norm: Name of the final norm.
+        head: Name of the head.
+        shapes: Shapes of the family's tensors that differ from `shapes` of this module, by the end of the name.
+        parts: Rows of each tensor that one fused checkpoint tensor holds, by the end of the name.
+        unread: Prefixes of names that are ignored.
+        read: Converts a checkpoint's tensors to these names, for checkpoints that pack them differently.
+        absent: Fields that a model lacks.
+        place: Number of a block in the names.
     """
 
     block: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -55,36 +65,42 @@ class Names:
     place: Callable[[int], int] = lambda i: i
 
     def ends(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
-        """The names of block i without its place."""
+        """Return the tensor names of block i without their prefix."""
         attending, recurring = (self.block, self.sparse), (self.mixer, self.sparse_mixer)
         table = (attending if c.attends(i) else recurring)[c.sparse(i)]
         return {n: ends for n, ends in table.items() if n not in self.absent(c)}
 
     def whole(self, c: ModelConfig, i: int, ends: tuple[str, ...]) -> tuple[str, ...]:
-        """The names in block i; of every expert, where there is a star."""
+        """Return the full tensor names in block i; with a star, those of every expert."""
         count = c.experts.count if c.experts and any("*" in end for end in ends) else 1
         return tuple(f"{self.blocks}.{self.place(i)}.{end.replace('*', str(e))}" for e in range(count) for end in ends)
 
     def of(self, c: ModelConfig, i: int) -> Mapping[str, tuple[str, ...]]:
-        """The whole names of block i."""
+        """Return the full tensor names of block i by field."""
         return {n: self.whole(c, i, ends) for n, ends in self.ends(c, i).items()}
 
     def rows(self, c: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
-        """Of the tensors in the tensor of that name, which has `rows`."""
+        """Return the rows of each tensor that the checkpoint tensor `name` with `rows` rows holds."""
         return next((n for end, n in self.parts(c).items() if name.endswith(end)), (rows,))
 
 
 @value
 class Params:
-    """A model: embed [V,E], one dict of arrays a layer, norm [E], head [V,E] (None: embed is used), and its config.
+    """A model as a pytree: weights and config.
 
-    The tokenizer stays on the host: programs do not take it, so models that differ in it share them.
-    prefill_dtype: the float type that a prompt's products are made in, or None: that of the weights; see `reading`.
+    Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few large arrays:
+    `qkv` [H, G + 2, D, E] has the queries, the key and the value of each kv head, and `gate_up` is [H, 2, F / H, E], so
+    that devices that divide H hold matching parts. Experts add an axis, [N, ...]. The fields in `EXACT` are float32,
+    whatever the dtype of the others.
 
-    Matrices are stored [out, in]. Products of one input share an array, so that a decode step reads few, long ones:
-    `qkv` [H, G + 2, D, E], of each kv head its queries, its key and its value, and `gate_up` [H, 2, F / H, E], so that
-    devices that divide H have what belongs together; of experts an axis more, [N, ...]. The fields of `EXACT` are in
-    float32, whatever the dtype of the others.
+    Attributes:
+        embed: [V,E].
+        layers: One dict of arrays per layer.
+        norm: [E].
+        head: [V,E], or None: `embed` is used.
+        config: The config.
+        tokenizer: The tokenizer. It stays on the host: programs do not take it, so models that differ in it share them.
+        prefill_dtype: Float type of the products in prefill, or None: that of the weights; see `reading`.
 
     >>> from jkv import models
     >>> p = models.random(dict(model_type="llama", vocab_size=100, hidden_size=32, intermediate_size=64,
@@ -102,7 +118,7 @@ class Params:
     prefill_dtype: Any = static(default=None)
 
     def block(self, i: int) -> "Params":
-        """A model that is block i alone: blocks that are alike differ in their arrays only, so programs serve them all.
+        """Return a model that is block i alone; equal blocks differ only in their arrays, so they share programs.
 
         >>> from jkv import models
         >>> p = models.random(models.TINY)
@@ -114,15 +130,15 @@ class Params:
 
     @property
     def ends(self) -> "Params":
-        """The model without blocks: it turns tokens into the first one's input, and the last one's into logits."""
+        """The model without blocks: embedding and head."""
         return replace(self, layers=())
 
     @property
     def reading(self) -> "Params":
-        """The model as its blocks read a prompt: matrices are multiplied in `prefill_dtype`, if there is one.
+        """The model as used in prefill: matrices are multiplied in `prefill_dtype`, if set.
 
-        y = sum_e round(w[o, e]) round(x[e]), summed in the type of x, which keeps it between two products. A rounded
-        matrix lives as long as its product: no second copy of the weights.
+        y = sum_e round(w[o, e]) round(x[e]), summed in the dtype of x, which x keeps between products. A rounded matrix
+        lives only during its product, so there is no second copy of the weights.
 
         >>> from jkv import models
         >>> p = replace(models.random(models.TINY), prefill_dtype=jnp.dtype("bfloat16"))
@@ -135,13 +151,14 @@ class Params:
         return replace(self, layers=tuple({name: change(name, w) for name, w in x.items()} for x in self.layers))
 
     def first(self, layers: int) -> "Params":
-        """The model cut in front of a layer, so that `layers` attend: a draft, and its programs compile sooner.
+        """Return the model cut so that the first `layers` attention layers remain: a draft model, quicker to compile.
 
         >>> from jkv import models
         >>> models.random(models.TINY).first(1).config.layers
         1
         """
         c, depth = self.config, self.config.depth
+        # End before the first block that is one attention layer too many.
         end = next((i for i in range(depth) if sum(map(c.attends, range(i + 1))) > layers), depth)
         mixers, experts = (
             replace(x, at=tuple(i for i in x.at if i < end)) if x else None for x in (c.mixers, c.experts)
@@ -151,7 +168,7 @@ class Params:
 
 
 def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of a layer's tensor by the end of its name, as checkpoints store it: [out, in]."""
+    """Return the shapes [out, in] of a layer's tensors, by the end of the name, as checkpoints store them."""
     q, kv = c.heads * c.groups * c.head_dim, c.heads * c.head_dim
     return (mixed(c.mixers, c.width) if c.mixers else {}) | {
         "q_proj.weight": (q, c.width),
@@ -172,7 +189,7 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mixed(m: Mixers, width: int) -> dict[str, tuple[int, ...]]:
-    """The same of a mixer's tensors."""
+    """Return the shapes of a mixer's tensors, by the end of the name, as checkpoints store them."""
     return {
         "in_proj.weight": (m.inner + m.channels + m.heads, width),
         "conv1d.weight": (m.channels, 1, m.kernel),
@@ -187,11 +204,11 @@ def mixed(m: Mixers, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def names(c: ModelConfig, table: Names) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape."""
+    """Return every tensor name of a checkpoint with its shape."""
     out: dict[str, tuple[int, ...]] = {table.embed: (c.vocab, c.width), table.norm: (c.width,)}
     if not c.tied:
         out[table.head] = (c.vocab, c.width)
-    known = (*table.shapes(c).items(), *shapes(c).items())  # its own come first: one end may be the end of another
+    known = (*table.shapes(c).items(), *shapes(c).items())  # family first: one end may be the end of another
     for i in range(c.depth):
         for tensor in (t for stack in table.ends(c, i).values() for t in stack):
             shape = next(s for end, s in known if tensor.endswith(end))
@@ -204,7 +221,7 @@ def _spare(name: str, table: Names) -> bool:
 
 
 def copied(_: str, x: Any, dtype: Any) -> Array:
-    """The values on the default device."""
+    """Copy the values to the default device."""
     return jnp.asarray(x.read((), dtype))
 
 
@@ -217,12 +234,20 @@ def assemble(
     form: Form | str | None = None,
     blocks: Blocks = MappingProxyType({}),
 ) -> Params:
-    """Params of named tensors, of which rows are read when an array is made of them: the host has one array at a time.
+    """Build Params from named tensors, reading rows array by array: the host holds one array at a time.
 
-    put: how an array gets from the host to where it is used; see `jkv.core.sharding.placing`. form: what matrices
-    are kept as, or its name in `coding.FORMATS`; blocks: thunks of those that are kept as they are in a file.
+    Args:
+        c: Model config.
+        table: Tensor names of the family.
+        tensors: Readers of the tensors, by name.
+        dtype: Float type of the weights.
+        put: Moves an array from the host to its devices; see `jkv.core.sharding.placing`.
+        form: Weight format of the matrices, or its name in `quantize.FORMATS`; None: floats.
+        blocks: Readers of the tensors that are kept quantized as they are in a file.
 
-    ValueError lists what is wrong: missing and unused names, shapes that differ from the config, NaN or infinity.
+    Raises:
+        ValueError: Names are missing or unused, shapes differ from the config, or values are NaN or infinite; the
+            message lists them.
     """
     fork_guard.begun()
     wanted = names(c, table)
@@ -240,7 +265,18 @@ def assemble(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named tensors on their way into arrays; wrong: what was found of them."""
+    """Named tensors being read into arrays.
+
+    Attributes:
+        config: Model config.
+        table: Tensor names of the family.
+        wanted: Expected shapes by name.
+        tensors: Readers of the tensors, by name.
+        blocks: Readers of the tensors that stay quantized.
+        put: Moves an array from the host to its devices.
+        form: Weight format, or None.
+        wrong: Problems found so far.
+    """
 
     config: ModelConfig
     table: Names
@@ -252,7 +288,14 @@ class Checkpoint:
     wrong: list[str] = field(default_factory=list)
 
     def array(self, layer: int | None, field: str, names: tuple[str, ...], dtype: Any) -> Array | Kept | Joined | None:
-        """What the tensors of a field are kept as; None: what is wrong with them is noted, and the others are read."""
+        """Read a field's tensors into its array; None if a problem was recorded, so that the others are still checked.
+
+        Args:
+            layer: Index of the layer; None: embedding, norm or head.
+            field: Name of the field.
+            names: Names of its tensors.
+            dtype: Float type of the array.
+        """
         kept = all(name in self.blocks for name in names)
         before, parts = len(self.wrong), [self._found(name, kept) for name in names]
         if len(self.wrong) > before:
@@ -296,8 +339,18 @@ def stacked(
     parts: Sequence[Any],
     check: Callable[[str, Any], None] = lambda name, rows: None,
 ) -> Stack:
-    """The array that the tensors of a field share, as `together` says; of every expert's an axis more."""
+    """Return the array that the tensors of a field share, as `together` lays it out; experts add an axis.
+
+    Args:
+        c: Model config.
+        table: Tensor names of the family.
+        field: Name of the field.
+        names: Names of its tensors.
+        parts: The tensors.
+        check: check(name, rows) is called for all rows that are read.
+    """
     count = c.experts.count if c.experts and field.startswith(EACH) else None
+    # Split fused tensors into their parts.
     own: list[tuple[str, Any]] = []
     for name, x in zip(names, parts, strict=True):
         ends = list(accumulate(table.rows(c, name, x.shape[0]), initial=0))
@@ -310,7 +363,7 @@ def stacked(
 def abstract(
     c: ModelConfig, table: Names, dtype: Any, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
-    """Params of shapes alone, for compiling without weights; form, blocks: as for `assemble`."""
+    """Build Params of shapes only, to compile without weights; `form` and `blocks` as in `assemble`."""
     known, kept = names(c, table), named(form)
 
     def array(layer: int | None, field: str, names: tuple[str, ...], dtype: Any) -> Any:
@@ -325,7 +378,7 @@ def abstract(
 
 
 def together(rows: list[int], heads: int) -> tuple[int, int, int]:
-    """(n, parts, size) of the array that tensors of so many rows share: piece by piece, each cut into n pieces.
+    """Return (n, parts, size) of the array that tensors with these rows share, each cut into n interleaved pieces.
 
     >>> together([64, 16, 16], 2), together([100, 100], 3)
     ((2, 6, 8), (1, 2, 100))
@@ -338,7 +391,7 @@ def together(rows: list[int], heads: int) -> tuple[int, int, int]:
 def _stacked(
     c: ModelConfig, table: Names, stack: Callable[[int | None, str, tuple[str, ...], Any], Any], dtype: Any
 ) -> Params:
-    """Params of what `stack` makes of the tensors of each layer's field, and of those of no layer."""
+    """Build Params with `stack(layer, field, tensor names, dtype)` for each field; layer is None outside the layers."""
 
     def block(i: int) -> dict[str, Any]:
         return {n: stack(i, n, t, jnp.float32 if n in EXACT else dtype) for n, t in table.of(c, i).items()}
@@ -353,7 +406,7 @@ def _stacked(
 
 
 def apart(params: Params, table: Names) -> dict[str, np.ndarray]:
-    """The tensors of a model in floats without experts, by their names in a checkpoint: `assemble` undone.
+    """Return the tensors of a float model without experts by checkpoint name: the inverse of `assemble`.
 
     >>> from jkv import models
     >>> p = models.random(models.TINY)
@@ -385,10 +438,10 @@ def _complain(what: str, found: list[str]) -> list[str]:
 
 
 def seeded(c: ModelConfig, table: Names, seed: int) -> Tensors:
-    """Random tensors by name, float32, each from its own generator (seed, place in the list).
+    """Return random float32 tensors by name, each from its own generator (seed, place in the list).
 
-    Matrices have deviation 1/sqrt(in), so that activations keep their size at any width; norms are near 1, biases
-    near 0.
+    Matrices have standard deviation 1/sqrt(in), so that activations keep their size at any width; norms are near 1,
+    biases near 0.
     """
 
     def draw(place: int, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Matrices into codes, on the host: one scale for each output in 8 bits, a step and a low for 32 inputs in 4 bits."""
+"""Weight quantization on the host: int8 with a scale per output, int4 with a step and a low per 32 inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ import numpy as np
 from .linear import Coded, Steps
 from .loading import Stack
 
-GROUP = 32  # inputs that share a step in 4 bits
-EACH = "each_"  # before the fields that have an array of every expert: [N,...]
+GROUP = 32  # inputs that share a step in int4
+EACH = "each_"  # prefix of the fields with an array of all experts, [N,...]
 # fields that go through `linear` or `rows`
 MATRICES = ("embed", "head", "qkv", "o", "gate_up", "down", "mix", "z", "q", "q_a", "q_b", "kv")
 
 
 def int8(w: np.ndarray, kind: np.dtype) -> Coded:
-    """w [*out, in] as step * code: the step of an output is its largest weight / 127."""
+    """Quantize w [*out, in] as step * code; the step of an output is its largest absolute weight / 127."""
     w = np.asarray(w, np.float32)
     most = np.abs(w).max(-1, keepdims=True)
     step: Any = np.where(most > 0, most / 127, 1).astype(np.float32)
@@ -28,9 +28,9 @@ def int8(w: np.ndarray, kind: np.dtype) -> Coded:
 
 
 def int4(w: np.ndarray, kind: np.dtype) -> Coded:
-    """w [*out, in] as step * code + low, codes 0 to 15 from the least to the largest of a group of 32 inputs.
+    """Quantize w [*out, in] as step * code + low, with codes 0 to 15 over the range of each group of 32 inputs.
 
-    Step and low are rounded to bfloat16 first: 5 bits a weight.
+    Step and low are rounded to bfloat16 first: 5 bits per weight. ValueError if the inputs cannot be cut into groups.
     """
     width = w.shape[-1]
     if (span := gcd(width, 2 * GROUP)) < GROUP:
@@ -46,7 +46,10 @@ def int4(w: np.ndarray, kind: np.dtype) -> Coded:
 
 
 class Form(Protocol):
-    """What the matrices of a model are kept as. layer: None for the tables; kind: the float type they stand for."""
+    """A weight format of a model's matrices.
+
+    In its methods, `layer` is None for the tables, and `kind` is the float type that the matrices stand for.
+    """
 
     @property
     def divided(self) -> bool:
@@ -54,17 +57,22 @@ class Form(Protocol):
         ...
 
     def coder(self, layer: int | None, field: str, kind: np.dtype) -> Callable[[Stack], Any] | None:
-        """What makes a pytree of a field's array, on the host; None: it stays in floats."""
+        """Return the function that encodes a field's array on the host, or None if the field stays in floats."""
         ...
 
     def like(self, layer: int | None, field: str, shape: tuple[int, ...], kind: np.dtype) -> Any:
-        """The shapes of that."""
+        """Return the shapes of a field's encoded array."""
         ...
 
 
 @dataclass(frozen=True)
 class ByRows:
-    """A form whose matrices are coded row by row."""
+    """A format whose matrices are encoded row by row.
+
+    Attributes:
+        encode: encode(rows, kind) -> codes.
+        divided: Whether the devices of a mesh can share its arrays.
+    """
 
     encode: Callable[[np.ndarray, np.dtype], Coded]
     divided: bool = True
@@ -85,12 +93,12 @@ FORMATS: Mapping[str, Form] = {"int8": ByRows(int8), "int4": ByRows(int4)}
 
 
 def named(form: Form | str | None) -> Form | None:
-    """A form, or the one of a name."""
+    """Return the format of a name; a format or None is returned unchanged."""
     return FORMATS[form] if isinstance(form, str) else form
 
 
 def check_divided(form: Form | str | None) -> None:
-    """Raise ValueError for a form whose arrays the devices of a mesh cannot share."""
+    """Raise ValueError for a format whose arrays the devices of a mesh cannot share."""
     found = named(form)
     if found is not None and not found.divided:
         raise ValueError("bitstack weights are of one device: leave the mesh out, or use weights='int8'")

@@ -1,1 +1,1 @@
-"""Common to all rooms: pytrees, gathers, the Partial of a softmax, packed bits."""
+"""Array utilities: pytree dataclasses, gathers, online softmax, bit packing, small matmuls."""

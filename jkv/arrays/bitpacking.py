@@ -1,4 +1,4 @@
-"""Small integers that share bytes, floats as their bits, and rows of which a bitmap says the channels."""
+"""Bit packing of small integers, bit views of floats, and sparse rows with channel bitmaps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-LANES = 32  # channels of a stretch that is decoded and contracted at once, where there are as many
-PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits that are packed by themselves, the lower ones first
+LANES = 32  # minimum channels of a slice that is decoded and contracted at once, if there are as many
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2)}  # widths packed as two planes: (lower bits, upper bits)
 
 
 def together(bits: int) -> int:
-    """Channels that whole bytes hold: D must be a multiple.
+    """Return the smallest number of channels that fills whole bytes; D must be a multiple of it.
 
     >>> [together(bits) for bits in (1, 2, 3, 4, 5, 6, 8)]
     [8, 4, 8, 2, 8, 4, 1]
@@ -24,10 +24,11 @@ def together(bits: int) -> int:
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """uint8[..., D] below 2**bits -> uint8[..., D * bits / 8]; channel j lies at byte j % (D * bits / 8).
+    """Pack uint8[..., D] codes below 2**bits into uint8[..., D * bits / 8].
 
-    Channels of one byte are D * bits / 8 apart, so that they come apart as stretches: no interleaving. Of 3 bits the
-    lower two are packed first, then the third; of 5 and 6 the lower four.
+    Channel j is in byte j % (D * bits / 8): the channels of one byte are D * bits / 8 apart, so that bytes unpack into
+    contiguous slices without interleaving. Codes of 3 bits are packed as their lower two bits, then the third; codes of
+    5 and 6 bits as their lower four, then the rest.
     """
     if bits in PLANES:
         low, high = PLANES[bits]
@@ -40,14 +41,15 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(packed: Array, bits: int) -> Array:
-    """The inverse of `pack`, f32[..., D]."""
+    """Invert `pack`: f32[..., D]."""
     return jnp.concatenate(fields(packed, bits), -1)
 
 
 def fields(packed: Array, bits: int) -> list[Array]:
-    """What `pack` put together, equal stretches of f32[..., D]: fields of a byte, side by side up to LANES channels.
+    """Unpack into equal channel slices of f32[..., D] without joining them.
 
-    Shorter ones would be contractions over too few channels: up to five times slower on a CPU.
+    Each slice is one bit field of the bytes, or several side by side if it would have fewer than LANES channels:
+    contractions over fewer take up to five times as long on CPUs.
 
     >>> [x.tolist() for x in fields(jnp.array([[0xE4]], jnp.uint8), 2)]
     [[[0.0, 1.0, 2.0, 3.0]]]
@@ -61,9 +63,9 @@ def fields(packed: Array, bits: int) -> list[Array]:
 
 
 def _apart(packed: Array, bits: int) -> list[Array]:
-    """A field a stretch. By division: XLA for CPUs makes slow code of shifts.
+    """Unpack one slice per bit field, by division, because XLA generates slow code for shifts on CPUs.
 
-    Rounding what is moved to the middle between two integers is `floor`, in code that LLVM makes of whole vectors.
+    Rounding a value moved half a unit down is `floor`, in code that LLVM vectorizes.
     """
     rest, out = packed.astype(jnp.float32), []
     for _ in range(8 // bits - 1):
@@ -74,7 +76,7 @@ def _apart(packed: Array, bits: int) -> list[Array]:
 
 
 def _beside(packed: Array, bits: int, n: int) -> list[Array]:
-    """n fields a stretch, side by side: each channel has a mask for its byte, and a factor for what it leaves."""
+    """Unpack slices of n bit fields side by side, with a mask and a scale per channel."""
     several = jnp.concatenate([packed] * n, -1)
     shifts = bits * np.arange(8 // bits).reshape(-1, n).repeat(packed.shape[-1], 1)
     masks, factors = ((2**bits - 1) << shifts).astype(np.uint8), np.float32(2.0) ** -shifts
@@ -86,7 +88,7 @@ def _beside(packed: Array, bits: int, n: int) -> list[Array]:
 
 
 def select(codes: Array, table: Array) -> Array:
-    """f32: table[code] of a few entries f32[K] and whole floats from 0 to K - 1; no gather.
+    """Look up codes in a small table f32[K] without a gather; codes are whole floats from 0 to K - 1.
 
     >>> select(jnp.array([[2.0, 0.0]]), jnp.array([5.0, 6.0, 7.0])).tolist()
     [[7.0, 5.0]]
@@ -102,7 +104,9 @@ def select(codes: Array, table: Array) -> Array:
 
 
 def powers(exponents: Array) -> Array:
-    """f32: 2**(e - 127) of uint8 e; of those beyond 190, which no code has, the largest: a dead byte is finite.
+    """Return 2**(e - 127) as f32 of uint8 exponents e.
+
+    Exponents above 190, which no code has, count as 190, so that dead bytes decode to finite numbers.
 
     >>> powers(jnp.array([0, 126, 127, 255], jnp.uint8)).tolist()
     [5.877471754111438e-39, 0.5, 1.0, 9.223372036854776e+18]
@@ -112,7 +116,7 @@ def powers(exponents: Array) -> Array:
 
 
 def at_most(x: Array, dtype: Any) -> Array:
-    """x f32 rounded down to a narrower dtype.
+    """Round f32 x down to a narrower dtype.
 
     >>> float(at_most(jnp.float32(-1.001), jnp.bfloat16))
     -1.0078125
@@ -120,22 +124,22 @@ def at_most(x: Array, dtype: Any) -> Array:
     y = x.astype(dtype)
     bits = bits_of(y)
     sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
-    lower = jnp.where(y > 0, bits - 1, (bits | sign) + 1)  # its neighbour; XLA's `nextafter` is thirty operations
+    lower = jnp.where(y > 0, bits - 1, (bits | sign) + 1)  # the next lower float; XLA's `nextafter` is 30 operations
     return floats(jnp.where(y.astype(jnp.float32) > x, lower, bits), y.dtype)
 
 
 def bits_of(x: Array) -> Array:
-    """Floats as unsigned integers: XLA for CPUs would move a bfloat16 array by way of a float32 copy of all of it."""
+    """View floats as unsigned integers, because XLA on CPUs moves bfloat16 arrays through a float32 copy."""
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def floats(bits: Array, dtype: Any) -> Array:
-    """The inverse of `bits_of`."""
+    """Invert `bits_of`."""
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 
 def spread(values: Array, bitmap: Array) -> Array:
-    """f[n,D] of the numbers f[n,K] of those channels that uint8[n,D/8] has bits for; 0 in the others.
+    """Scatter values f[n,K] to the channels set in a bitmap uint8[n,D/8]: f[n,D], 0 in other channels.
 
     >>> spread(jnp.array([[5.0, 7.0]]), jnp.array([[0b10010]], jnp.uint8)).tolist()
     [[0.0, 5.0, 0.0, 0.0, 7.0, 0.0, 0.0, 0.0]]

@@ -1,4 +1,4 @@
-"""Gathers and scatters of rows and heads at indices that are never negative."""
+"""Gathers and scatters of rows and heads at non-negative indices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax import Array
 
 
 def take(x: Array, index: Array) -> Array:
-    """x [B,Hx,S,...] at index i32[B,Hi,m] -> [B,H,m,...]; a head axis of 1 serves all heads."""
+    """Gather x [B,Hx,S,...] at index i32[B,Hi,m]: [B,H,m,...]; a head axis of 1 is broadcast."""
     heads = max(x.shape[1], index.shape[1])
     x = jnp.broadcast_to(x, (x.shape[0], heads, *x.shape[2:]))
     index = jnp.broadcast_to(index, (index.shape[0], heads, index.shape[2]))
@@ -16,9 +16,9 @@ def take(x: Array, index: Array) -> Array:
 
 
 def take_along(x: Array, index: Array, axis: int = -1) -> Array:
-    """x at an index that is not negative, along an axis.
+    """Gather x at a non-negative index along an axis.
 
-    `jnp.take_along_axis` in half the operations: all layers' are compiled, and a user waits for that.
+    `jnp.take_along_axis` with half the operations, which shortens the compilation of every layer.
 
     >>> take_along(jnp.array([[5, 6, 7]]), jnp.array([[2, 0]])).tolist()
     [[7, 5]]
@@ -27,7 +27,7 @@ def take_along(x: Array, index: Array, axis: int = -1) -> Array:
 
 
 def per(index: Array, n: int) -> Array:
-    """index // n of a non-negative index: one operation or none; the `//` of jax makes about ten, for signs.
+    """Return index // n of a non-negative index in at most one operation; JAX's `//` takes about ten.
 
     >>> per(jnp.array([0, 7, 8]), 4).tolist()
     [0, 1, 2]
@@ -36,7 +36,7 @@ def per(index: Array, n: int) -> Array:
 
 
 def slots_of(units: Array, n: int) -> Array:
-    """i32[B,H,m*n]: the slots of units i32[B,H,m] of n slots each, unit by unit.
+    """Return the slots i32[B,H,m*n] of units i32[B,H,m] of n slots each.
 
     >>> slots_of(jnp.array([[[2, 0]]]), 3).tolist()
     [[[6, 7, 8, 0, 1, 2]]]
@@ -45,7 +45,7 @@ def slots_of(units: Array, n: int) -> Array:
 
 
 def put(x: Array, index: Array, new: Array) -> Array:
-    """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+    """Write new [B,H,m,...] into x [B,H,C,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     index = jnp.broadcast_to(index, (*x.shape[:2], index.shape[2]))
     new = jnp.broadcast_to(new, (*x.shape[:2], *new.shape[2:])).astype(x.dtype)
     write = lambda a, i, n: a.at[i].set(n, mode="drop", wrap_negative_indices=False)  # noqa: E731

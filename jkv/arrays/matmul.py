@@ -1,4 +1,4 @@
-"""Inner products of a few rows with many, which XLA for CPUs makes at half its rate if it is asked plainly."""
+"""Small-batch matmul, written so that XLA on CPUs does not run at half its rate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-FEW = 16  # queries
+FEW = 16  # maximum number of queries that count as few
 
 
 def products(q: Array, x: Array) -> Array:
-    """f32[N,n]: inner products of q f[N,D] and x f[n,D].
+    """Return inner products f32[N,n] of q f[N,D] and x f[n,D].
 
-    On a CPU those of few queries are `turned`: XLA then takes half the time.
+    On CPUs, those of few queries are computed transposed, in half the time.
 
     >>> products(jnp.eye(2), jnp.arange(6.0).reshape(3, 2)).tolist()
     [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
@@ -27,7 +27,9 @@ def products(q: Array, x: Array) -> Array:
 
 
 def turned(q: Array, x: Array, dtype: Any = jnp.float32) -> Array:
-    """[N,n]: the same of few queries, in `dtype`, made as [n,N]; the barrier keeps XLA from turning them around.
+    """Return inner products [N,n] in `dtype`, computed as [n,N].
+
+    The barrier keeps XLA from undoing the transposition.
 
     >>> turned(jnp.eye(2), jnp.arange(6.0).reshape(3, 2)).tolist()
     [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]

@@ -1,4 +1,4 @@
-"""Attention as a commutative monoid: attention over disjoint sets of keys merges exactly."""
+"""Online softmax: attention over disjoint sets of keys, merged exactly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from jkv.arrays.pytree import value
 
 @value
 class Partial:
-    """Un-normalised attention of queries over some keys: o = acc / l, log-sum-exp = m + log l.
+    """Unnormalized attention of queries over some keys: output acc / l, log-sum-exp m + log l.
 
-    acc f32[B,H,G,T,Dv], m f32[B,H,G,T] (-inf: no key seen), l f32[B,H,G,T].
+    Attributes:
+        acc: f32[B,H,G,T,Dv], weighted sum of values.
+        m: f32[B,H,G,T], maximum logit, -inf without keys.
+        l: f32[B,H,G,T], sum of the weights exp(logit - m).
     """
 
     acc: Array
@@ -24,15 +27,16 @@ class Partial:
 
     @property
     def lse(self) -> Array:
+        """Log-sum-exp f32[B,H,G,T]."""
         return self.m + jnp.log(jnp.maximum(self.l, 1e-37))
 
     def finish(self) -> Array:
-        """f32[B,H,G,T,Dv]; a query that saw no key gives 0."""
+        """Normalize to f32[B,H,G,T,Dv]; a query without keys gives 0."""
         return self.acc / jnp.maximum(self.l, 1e-37)[..., None]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys; associative and commutative.
+    """Merge attention over two disjoint sets of keys; associative and commutative.
 
     >>> import jax.numpy as jnp
     >>> one = Partial(acc=jnp.ones((1, 1, 1, 1, 2)), m=jnp.zeros((1, 1, 1, 1)), l=jnp.ones((1, 1, 1, 1)))
@@ -46,11 +50,12 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merge_all(parts: list[Partial]) -> Partial:
+    """Merge attention over any number of disjoint sets of keys."""
     return reduce(merge, parts)
 
 
 def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
-    """`merge` of what all devices of a mesh's axes have, each of keys of its own."""
+    """Merge the attention of all devices along mesh axes, each over its own keys."""
     m = jax.lax.pmax(part.m, axes)
     scale = jnp.exp(part.m - jnp.where(m == -jnp.inf, 0, m))
     acc, l = jax.lax.psum((part.acc * scale[..., None], part.l * scale), axes)  # noqa: E741
@@ -58,16 +63,16 @@ def merge_over(part: Partial, axes: tuple[str, ...]) -> Partial:
 
 
 def nothing(q: Array, width: int) -> Partial:
-    """The neutral element for queries f[B,H,G,T,D] and values of that width."""
+    """Return attention of queries f[B,H,G,T,D] over no keys, with values of `width` channels: neutral for `merge`."""
     zero = jnp.zeros(q.shape[:-1], jnp.float32)
     return Partial(acc=jnp.zeros((*zero.shape, width), jnp.float32), m=zero - jnp.inf, l=zero)
 
 
 def softmax_parts(logits: Array, mask: Array | None) -> tuple[Array, Array, Array]:
-    """Weights p f32[...,S], m and l of scaled logits f32[...,S]; where mask is False the logit is never used (None: it
-    is True everywhere).
+    """Return weights p f32[...,S], maximum m and sum l of scaled logits f32[...,S].
 
-    The mask selects, it does not add: a NaN in a dead slot stays out.
+    Logits where `mask` is False are ignored even if they are NaN, because the mask selects instead of adding. None
+    masks nothing.
     """
     logits = logits if mask is None else jnp.where(mask, logits, -jnp.inf)
     m = logits.max(-1)
@@ -76,7 +81,7 @@ def softmax_parts(logits: Array, mask: Array | None) -> tuple[Array, Array, Arra
 
 
 def with_sinks(part: Partial, sinks: Array | None) -> Partial:
-    """Attention over a key more, of value 0, whose logit f[H G] is the same for all queries of a head; None: over none.
+    """Add one key of value 0 whose logit f[H G] is the same for all queries of a head; None adds none.
 
     >>> import jax.numpy as jnp
     >>> one = Partial(acc=jnp.ones((1, 1, 1, 1, 2)), m=jnp.zeros((1, 1, 1, 1)), l=jnp.ones((1, 1, 1, 1)))
@@ -90,7 +95,7 @@ def with_sinks(part: Partial, sinks: Array | None) -> Partial:
 
 
 def softmax(logits: Array, sinks: Array | None) -> Array:
-    """Weights f32[B,H,G,T,S] of logits over their last axis, beside sinks f[H G] if there are any."""
+    """Return softmax weights f32[B,H,G,T,S] over the last axis, with sink logits f[H G] in the denominator if given."""
     if sinks is None:
         return jax.nn.softmax(logits, -1)
     more = sinks.astype(logits.dtype).reshape(1, *logits.shape[1:3], 1, 1)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses as pytrees: `value` for what is made of arrays, `part` for what is made of settings."""
+"""Frozen dataclasses as pytrees: `value` for array containers, `part` for settings."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
@@ -9,23 +9,24 @@ T = TypeVar("T")
 
 
 def static(**kw: Any) -> Any:
-    """A field of a `value` that is part of the program, not an array: hashable, compared by value."""
+    """Declare a field of a `value` as static: hashable, compared by value, part of a program's key."""
     return field(metadata={"kind": "static"}, **kw)
 
 
 def leaf(**kw: Any) -> Any:
-    """A field of a `part` that holds arrays: traced, trainable, saved."""
+    """Declare a field of a `part` as holding arrays: traced, trainable, saved."""
     return field(metadata={"kind": "leaf"}, **kw)
 
 
 def host(**kw: Any) -> Any:
-    """A field of a `value` that is no part of the pytree: no program takes it, and what jax makes has the default."""
+    """Declare a field of a `value` as outside the pytree: programs do not see it and return its default."""
     return field(metadata={"kind": "host"}, **kw)
 
 
 def _register(cls: type[T], default: str) -> type[T]:
+    """Make a frozen dataclass and register it; `default` is the kind of undeclared fields."""
     cls = dataclass(frozen=True, kw_only=True)(cls)
-    kind = {f.name: f.metadata.get("kind", default) for f in fields(cls)}  # type: ignore[arg-type]  # it is one by now
+    kind = {f.name: f.metadata.get("kind", default) for f in fields(cls)}  # type: ignore[arg-type]  # now a dataclass
     return jax.tree_util.register_dataclass(
         cls,
         data_fields=[n for n, k in kind.items() if k == "leaf"],
@@ -36,11 +37,11 @@ def _register(cls: type[T], default: str) -> type[T]:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, leaf, host))
 def value(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only pytree whose fields are arrays unless marked `static()` or `host()`."""
+    """Make a class a frozen, keyword-only pytree whose fields are arrays unless marked `static()` or `host()`."""
     return _register(cls, "leaf")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, leaf))
 def part(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only pytree whose fields are settings unless marked `leaf()`."""
+    """Make a class a frozen, keyword-only pytree whose fields are static settings unless marked `leaf()`."""
     return _register(cls, "static")

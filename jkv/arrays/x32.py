@@ -1,4 +1,4 @@
-"""32 bits, whatever a user's program has set for arrays of its own."""
+"""Protection against `jax_enable_x64`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ R = TypeVar("R")
 
 
 def narrow(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, or generator, without `jax_enable_x64`: numbers of models and caches have 32 bits at most.
+    """Wrap a function or generator to run without `jax_enable_x64`.
 
-    Counts and indices would have 64 where the switch is on, and some loops would not compile. So a program that sets
-    it for its own arrays runs what others run, and gets the same tokens.
+    Models and caches use at most 32 bits. With the switch on, counts and indices would have 64, and some loops would
+    not compile. A program that sets it for its own arrays gets the same tokens as any other.
 
     >>> import jax
     >>> with jax.enable_x64(True):
@@ -25,7 +25,7 @@ def narrow(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **given: P.kwargs) -> R:
-        import jax  # readers of files are imported without it
+        import jax  # imported late, because file readers do not need it
 
         with jax.enable_x64(False):
             return function(*args, **given)
@@ -36,7 +36,7 @@ def narrow(function: Callable[P, R]) -> Callable[P, R]:
 
         made = run(*args, **given)
         while True:
-            with jax.enable_x64(False):  # not while somebody else has the piece
+            with jax.enable_x64(False):  # only while the generator runs, not while the caller has the piece
                 try:
                     piece = next(made)  # type: ignore[call-overload]
                 except StopIteration as end:

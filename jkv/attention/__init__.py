@@ -1,1 +1,1 @@
-"""What a query reads of a cache: exact tokens, codes tile by tile, and the evidence of a score from both."""
+"""Attention over a cache: exact tokens, codes tile by tile, and the statistics that scores read."""

@@ -1,8 +1,7 @@
-"""The slots of tiers over the devices of a mesh, those of its `context` axis: each reads and writes its own; and the
-tokens of a prompt, of which each computes a part.
+"""Context parallelism: slots of tiers, and tokens of a prompt, divided over a mesh axis.
 
-What runs on a device may close over arrays, which are then the same on all these devices; how the other axes are
-divided stays the compiler's business. On one device, or without the axis, all slots are its own.
+Functions that run on a device may close over arrays, which are then replicated over the context axis; the other axes
+are left to the compiler. On one device, or without the axis, a device has all slots.
 """
 
 from __future__ import annotations
@@ -20,15 +19,20 @@ from jax.sharding import PartitionSpec
 from jkv.arrays.gather import put, take
 from jkv.kernels import CONTEXT, HEADS, ROWS
 
-Axes = tuple[str, ...]  # of a mesh, that divide slots
-Part = Array | None  # i32[]: which part of the slots a device has; None: it has all
-Join = Callable[[Any, Axes], Any]  # makes one result of those of all devices, such as jax.lax.psum
+Axes = tuple[str, ...]  # mesh axes that divide slots
+Part = Array | None  # i32[], index of a device's part of the slots; None if it has all
+Join = Callable[[Any, Axes], Any]  # reduction over devices, such as jax.lax.psum
 
 
 def each(run: Callable[[Any, Part], Any], tree: Any, axes: Axes, join: Join | None = None, axis: int = 2) -> Any:
-    """run(own slots, part) on every device, for a tree of arrays [B,H,C,...] or [B,H,C / grain,...].
+    """Run run(own slots, part) on every device.
 
-    join None: a result is of slots too, at `axis`.
+    Args:
+        run: the function.
+        tree: arrays [B,H,C,...] or [B,H,C / grain,...].
+        axes: mesh axes that divide the slots.
+        join: reduction over devices, or None: the result is per slot, at `axis`.
+        axis: axis of slots in the result.
     """
     mesh = jax.sharding.get_abstract_mesh()
     names = tuple(x for x in axes if mesh.shape.get(x, 1) > 1)
@@ -48,11 +52,17 @@ def each(run: Callable[[Any, Part], Any], tree: Any, axes: Axes, join: Join | No
 def each_given(
     run: Callable[..., Any], tree: Any, axes: Axes, *shared: Any, like: Any = None, join: Join | None = None
 ) -> Any:
-    """run(own slots, part, *shared), which closes over nothing: every device sees its own rows and heads of all arrays.
+    """Run run(own slots, part, *shared) on every device with its own rows and heads of all arrays.
 
-    Where an axis of rows or heads is 1, the array is of all of them.
+    The function must not close over arrays. Arrays whose row or head axis is 1 are replicated over it.
 
-    join None: the result is of slots, as the tree; else as the array `like`.
+    Args:
+        run: the function.
+        tree: arrays [B,H,C,...] or [B,H,C / grain,...].
+        axes: mesh axes that divide the slots.
+        shared: arrays without slots.
+        like: an array divided like the result, if `join` is given.
+        join: reduction over devices, or None: the result is per slot, like `tree`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     names = tuple(x for x in axes if mesh.shape.get(x, 1) > 1)
@@ -73,31 +83,39 @@ def each_given(
 
 
 def _spec(x: Array, *rest: Any, heads: str | None = HEADS) -> PartitionSpec:
-    """Of an array [B,n,...] or [B,H,n,...] by rows and heads, where it has more than one, and by the rest."""
+    """Return the spec of an array [B,n,...] or [B,H,n,...]: rows and heads if there are more than one, then `rest`."""
     by = [heads if x.shape[1] > 1 else None] if x.ndim > 2 else []
     return PartitionSpec(ROWS if x.shape[0] > 1 else None, *by, *rest)
 
 
 def _shares(tokens: int) -> bool:
-    """Whether there are devices that divide so many tokens."""
+    """Return whether a context axis divides this number of tokens."""
     mesh = jax.sharding.get_abstract_mesh()
     n = mesh.shape.get(CONTEXT, 1)
     return n > 1 and CONTEXT not in mesh.manual_axes and tokens % n == 0
 
 
 def spread(x: Array) -> Array:
-    """x [B,T,...], of which each device has as many tokens as any other, if T can be divided so."""
+    """Divide the tokens of x [B,T,...] evenly over the context axis, if possible."""
     if not _shares(x.shape[1]):
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, CONTEXT))
 
 
 def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array, *by: Array, until: Any = None) -> Any:
-    """run(q, k, v, pos, *by, until) -> arrays [B,H,G,T,...]: every device with queries [B,H,G,T,D] of its own.
+    """Run run(q, k, v, pos, *by, until) on every device with its own queries.
 
-    k, v [B,H,S,...], pos i32[B,S] and until i32[B,H,S] are of all keys, `by` i32[B,T] of the queries. Keys and values
-    go to all devices, where a flush needs them: any may come into a slot of any device. Queries, and what is attended
-    to, stay, but for those that a score asks for.
+    Keys and values go to all devices, which a flush needs anyway, because any of them may enter a slot of any device.
+    Queries and outputs stay, except queries that a score needs.
+
+    Args:
+        run: returns arrays [B,H,G,T,...].
+        q: [B,H,G,T,D].
+        k: [B,H,S,D].
+        v: [B,H,S,Dv].
+        pos: i32[B,S] positions of the keys.
+        by: i32[B,T] arrays of the queries.
+        until: i32[B,H,S] of the keys, or None.
     """
     if not _shares(q.shape[3]):
         return run(q, k, v, pos, *by, until)
@@ -108,7 +126,7 @@ def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array
 
 
 def whole(tree: Any, axes: Axes, axis: int = 2) -> Any:
-    """Small arrays [B,H,C,...] that all devices shall have of all slots, as contests need them."""
+    """Replicate small arrays [B,H,C,...] over the devices that divide slots, as contests need all of them."""
     mesh = jax.sharding.get_abstract_mesh()
     if all(mesh.shape.get(x, 1) == 1 for x in axes):
         return tree
@@ -117,12 +135,12 @@ def whole(tree: Any, axes: Axes, axis: int = 2) -> Any:
 
 
 def first(part: Part, n: int) -> Array | int:
-    """The first slot of a device that has n of them."""
+    """Return the first slot of a device that has n of them."""
     return 0 if part is None else part * n
 
 
 def own(index: Array, part: Part, n: int) -> Array:
-    """Slots of all devices as they are counted by one that has n of them; n or more: another device's, or none.
+    """Convert slot indices of all devices to those of a device with n slots; n or more if it does not have the slot.
 
     >>> own(jnp.array([0, 4, 7, 8]), jnp.int32(1), 4).tolist()
     [4, 0, 3, 4]
@@ -134,7 +152,7 @@ def own(index: Array, part: Part, n: int) -> Array:
 
 
 def end(ends: Array, part: Part, n: int) -> Array:
-    """How many first slots of all devices end where, as it is counted by one that has n of them.
+    """Convert `ends`, the number of leading slots of all devices, to that of a device with n slots.
 
     >>> [int(end(jnp.int32(6), jnp.int32(i), 4)) for i in range(3)]
     [4, 2, 0]
@@ -143,7 +161,10 @@ def end(ends: Array, part: Part, n: int) -> Array:
 
 
 def read(x: Array, index: Array, axes: Axes) -> Array:
-    """x [B,H,C,...] at index i32[B,Hi,m] -> [B,H,m,...], from whichever device has it; of C or more: anything."""
+    """Gather x [B,H,C,...] at index i32[B,Hi,m] from the device that has the slot: [B,H,m,...].
+
+    An index of C or more returns anything.
+    """
 
     def mine(x: Array, part: Part, index: Array) -> Array:
         if part is None:
@@ -156,5 +177,8 @@ def read(x: Array, index: Array, axes: Axes) -> Array:
 
 
 def write(x: Array, index: Array, new: Array, axes: Axes, by: Callable[[Array, Array, Array], Array] = put) -> Array:
-    """x [B,H,C,...] with new [B,H,m,...] at index i32[B,Hi,m], by the device that has it; C or more: dropped."""
+    """Write new [B,H,m,...] into x [B,H,C,...] at index i32[B,Hi,m] on the device that has the slot.
+
+    An index of C or more is dropped.
+    """
     return each_given(lambda x, part, index, new: by(x, own(index, part, x.shape[2]), new), x, axes, index, new)

@@ -1,4 +1,4 @@
-"""Attention as a commutative monoid: attention over disjoint sets of keys merges exactly."""
+"""Dense attention over exact keys and values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from jkv.attention.context_parallel import each_query
 from jkv.attention.mask import Mask
 from jkv.models.softcap import Scale
 
-TILE = 256  # queries, and keys, of the blocked prefill sweep: a tile of scores stays in cache
-LARGE = 1 << 23  # scores of a tile on a GPU, where each turn of a loop is a dozen launches and a wait for the host
-BACK_TILE = 128  # queries whose scores over all keys exist at once on the way back
-FEW = 16  # up to so many query tokens of a row the decode kernels serve, beyond it the prefill kernel
+TILE = 256  # queries and keys of a tile, whose scores then stay in the CPU's cache
+LARGE = 1 << 23  # scores of a tile on a GPU, where each loop iteration is a dozen launches and a wait for the host
+BACK_TILE = 128  # queries whose scores over all keys exist at once in the backward pass
+FEW = 16  # maximum query tokens per row for the decode kernels; the prefill kernel handles more
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array | None, scale: Scale) -> Partial:
-    """q [B,H,G,T,D] over k [B,H,S,D], v [B,H,S,Dv] where mask bool[B,Hs,T,S], or everywhere; one tile, no loop."""
+    """Attend in one tile, without a loop.
+
+    Args:
+        q: [B,H,G,T,D].
+        k: [B,H,S,D].
+        v: [B,H,S,Dv].
+        mask: bool[B,Hs,T,S], or None for all True.
+        scale: multiplies q . k.
+    """
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * scale
     p, m, l = softmax_parts(logits, None if mask is None else mask[:, :, None])  # noqa: E741
     acc = jnp.einsum("bhgts,bhsd->bhgtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -31,11 +39,12 @@ def attend(q: Array, k: Array, v: Array, mask: Array | None, scale: Scale) -> Pa
 
 
 def attend_again(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale) -> Partial:
-    """What `attend_window` gives, with a gradient: a tile of queries over all keys at a time, again on the way back.
+    """Attend like `attend_window`, but differentiably.
 
-    The loops of `attend_window` end where the keys do that are seen, which only a run tells, and so have no way back.
+    One tile of queries over all keys at a time, recomputed in the backward pass. The loops of `attend_window` have
+    data-dependent bounds and therefore no gradient.
     """
-    k, v = (jnp.where((pos >= 0)[:, None, :, None], x, 0) for x in (k, v))  # a mask selects, its gradient multiplies
+    k, v = (jnp.where((pos >= 0)[:, None, :, None], x, 0) for x in (k, v))  # the mask's gradient would be 0 * NaN
     again, t = jax.checkpoint(lambda q, k, v, own: attend(q, k, v, own.over(pos[:, None]), scale)), q.shape[3]
     tiles = [(i, min(BACK_TILE, t - i)) for i in range(0, t, BACK_TILE)]
     parts = [again(q[:, :, :, i : i + n], k, v, mask.queries(i, n)) for i, n in tiles]
@@ -43,8 +52,16 @@ def attend_again(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Sc
 
 
 def exact_kernel(operation: str, kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:
-    """Which implementation of an operation on exact tokens runs, for keys of that dtype, of `dim` channels and `groups`
-    queries each, and values of `width` channels."""
+    """Return the implementation of an operation on exact tokens.
+
+    Args:
+        operation: name of the kernel package.
+        kind: allowed kernels.
+        dtype: dtype of the keys.
+        dim: channels of a key.
+        width: channels of a value.
+        groups: query heads per kv head.
+    """
 
     def refusal(module: Any) -> str | None:
         return kernels.uneven(dim, width) or module.supports(dtype, dim, groups)
@@ -52,13 +69,22 @@ def exact_kernel(operation: str, kind: str, dtype: Any, dim: int, width: int, gr
     return kernels.choose(operation, kind, refusal)
 
 
-prompt_kernel = partial(exact_kernel, "prefill_attention")  # which one attends a prompt's tokens
+prompt_kernel = partial(exact_kernel, "prefill_attention")  # the implementation for prompt tokens
 
 
 def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale, kind: str = "xla") -> Partial:
-    """Queries [B,H,G,T,D] over a window, k [B,H,S,D] and v [B,H,S,Dv], whose positions i32[B,S] rise with index.
+    """Attend to a window whose positions rise with the index.
 
-    kind: of kernels. Devices that divide the slots of tiers divide the queries.
+    If the mesh has a context axis, its devices divide the queries.
+
+    Args:
+        q: [B,H,G,T,D].
+        k: [B,H,S,D].
+        v: [B,H,S,Dv].
+        mask: which keys each query sees.
+        pos: i32[B,S] positions of the keys, -1 dead.
+        scale: multiplies q . k.
+        kind: allowed kernels.
     """
 
     def run(q: Array, k: Array, v: Array, pos: Array, first: Array, last: Array, until: Array | None) -> Partial:
@@ -68,9 +94,11 @@ def attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: S
 
 
 def _attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: Scale, kind: str) -> Partial:
-    """Query tile by query tile, key tile by key tile: the score matrix [T,S] never exists, and keys that no query of a
-    tile sees are not computed. Where all queries see all keys nothing is masked: XLA for CPUs takes 9% less time for
-    2,048 tokens."""
+    """Attend tile by tile on one device.
+
+    The score matrix [T,S] never exists, and keys that no query of a tile sees are skipped. Tiles that all queries see
+    are not masked, which takes 9% less time on CPUs for 2,048 tokens.
+    """
     t, s = q.shape[3], k.shape[2]
     if t > FEW and (name := prompt_kernel(kind, k.dtype, q.shape[4], v.shape[3], q.shape[2]).name) != "xla":
         attention = kernels.implementation("prefill_attention", name).attention
@@ -88,7 +116,7 @@ def _attend_window(q: Array, k: Array, v: Array, mask: Mask, pos: Array, scale: 
 
 
 def gpu_tile(heads: int) -> int:
-    """Queries, and keys, of a tile on a GPU, for so many query heads of all rows.
+    """Return the queries, and keys, of a tile on a GPU for `heads` query heads over all rows.
 
     >>> gpu_tile(9), gpu_tile(32), gpu_tile(8 * 32)
     (512, 512, 256)
@@ -97,25 +125,31 @@ def gpu_tile(heads: int) -> int:
 
 
 def scores_at_once(heads: int, t: int, s: int) -> int:
-    """Scores of a tile, of so many query heads of all rows, on this process's devices, by t queries and s keys."""
+    """Return the number of scores that exist at once on this process's devices.
+
+    Args:
+        heads: query heads over all rows.
+        t: queries.
+        s: keys.
+    """
     tile = gpu_tile(heads) if jax.default_backend() == "gpu" else TILE
     return heads * min(tile * tile, t * s)
 
 
 def _swept(q: Array, k: Array, v: Array, pos: Array, *, mask: Mask, scale: Scale, tile: int) -> Partial:
-    """`attend_window` by tiles."""
+    """Attend like `attend_window`, in tiles of `tile` queries and keys."""
     t, s = q.shape[3], k.shape[2]
     if t * s <= tile * tile:
         return attend(q, k, v, mask.over(pos[:, None]), scale)
     tq, tk = min(tile, t), min(tile, s)
 
     def rows(i: Array) -> Partial:
-        # Tiles at the end are moved back to stay inside; rows that are computed twice are equal.
+        # The last tile is moved back to stay inside; rows that are computed twice are equal.
         start = jnp.minimum(i * tq, t - tq)
         qt, own = jax.lax.dynamic_slice_in_dim(q, start, tq, 3), mask.queries(start, tq)
         (first, end), (begin, stop) = own.reach(pos), own.clear(pos)
         count = -((first - end) // tk)
-        left = -((first - begin) // tk)  # tiles before those that all queries see
+        left = -((first - begin) // tk)  # tiles before the first one that all queries see
         clear = jnp.maximum((stop - first) // tk - left, 0)
 
         def seen(j: Array, part: Partial) -> Partial:
@@ -138,7 +172,7 @@ def _swept(q: Array, k: Array, v: Array, pos: Array, *, mask: Mask, scale: Scale
     parts = jax.lax.map(rows, jnp.arange(tiles))
     starts = [min(i * tq, t - tq) for i in range(tiles)]
 
-    def join(x: Array) -> Array:  # [tiles, B,H,G,tq,...] -> [B,H,G,T,...]; the moved tile gives only its new rows
+    def join(x: Array) -> Array:  # [tiles, B,H,G,tq,...] -> [B,H,G,T,...]; the moved tile adds only its new rows
         return jnp.concatenate([x[i, :, :, :, i * tq - starts[i] :] for i in range(tiles)], 3)
 
     return jax.tree.map(join, parts)

@@ -1,4 +1,4 @@
-"""A cache by position, as its codes are read."""
+"""Dequantized cache, by position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from jkv.cache.offload import near
 
 @value
 class Stored:
-    """A layer's cache by position: k (rotated to where it acts), v f32[B,H,S,D] as decoded, here bool[B,H,S]."""
+    """A layer's cache by position.
+
+    Attributes:
+        k: f32[B,H,S,D] decoded keys, rotated to where they act.
+        v: f32[B,H,S,Dv] decoded values.
+        here: bool[B,H,S], which positions the cache holds.
+    """
 
     k: Array
     v: Array
@@ -26,7 +32,7 @@ class Stored:
 
 @jax.jit
 def stored(cache: Cache) -> list[Stored]:
-    """Every layer of a cache by position; S is the longest text that it was made for."""
+    """Dequantize every layer of a cache; S is the maximum number of positions that it was made for."""
     out = []
     for plan, layer, rope in zip(cache.plan, cache.read, cache.model.ropes, strict=True):
         b, h = layer.recent.k.shape[:2]

@@ -1,4 +1,4 @@
-"""The evidence of a score at a flush: tokens are read tile by tile, on codes, never as a dense copy."""
+"""Evidence of a score at a flush: attention statistics over codes, tile by tile, without a decoded copy."""
 
 from __future__ import annotations
 
@@ -27,24 +27,37 @@ if TYPE_CHECKING:
     from jkv.models.rope import Rope
     from jkv.models.softcap import Scale
 
-QUERIES, KEYS = 64, 512  # a tile of probabilities
+QUERIES, KEYS = 64, 512  # size of a tile of probabilities
 Step = Callable[[Array, Array, Array, Array], Any]
-Source = Callable[..., Any]  # source(use, join): use(how a tile of keys is read, how many there are, a tile's)
+Source = Callable[..., Any]  # source(use, join) calls use(function that reads a tile of keys, keys, keys of a tile)
 
 
 def added(a: Any, b: Any) -> Any:
-    """The sums of two results, array by array."""
+    """Add two results, array by array."""
     return jax.tree.map(jnp.add, a, b)
 
 
 @value
 class Evidence:
-    """One layer at a flush: S = all slots of `tiers`, then the window, oldest first.
+    """One layer at a flush; implements `jkv.protocols.Evidence`.
 
-    pos i32[B,H,S] (-1 dead); may_go bool[B,H,S]: slots and newcomers, the rest of the window stays in any case;
-    columns f32[B,H,S]; window; kept, new: the queries that the score needs, or None; seen, prompt i32[B]: tokens in
-    all, and those that were given; limit i32[B]: tokens that the tiers may hold; lower: the lower layer that the score
-    reads (`Needs.layer`), which has flushed, or None.
+    S covers all slots of `tiers`, then the window, oldest first.
+
+    Attributes:
+        pos: i32[B,H,S] positions, -1 dead.
+        may_go: bool[B,H,S], slots and newcomers; the rest of the window is always kept.
+        columns: f32[B,H,S] each, what the score stores per token.
+        window: the exact tokens.
+        tiers: the tiers, none if they are known to be empty.
+        kept: the newest queries that the score needs, or None.
+        new: the queries since the last flush, or None.
+        seen: i32[B] tokens of each row.
+        prompt: i32[B] prompt tokens of each row.
+        limit: i32[B] tokens that the tiers may hold.
+        plan: config of the layer.
+        lower: the lower layer that the score reads (`Needs.layer`), after its flush, or None.
+        rope: rotary embedding of the layer.
+        scale: multiplies q . k.
     """
 
     pos: Array
@@ -64,21 +77,23 @@ class Evidence:
 
     @property
     def slots(self) -> int:
+        """Number of slots of all tiers."""
         return self.pos.shape[2] - self.window.pos.shape[1]
 
     @property
     def live(self) -> Array:
+        """Live entries, bool[B,H,S]."""
         return self.pos >= 0
 
     @property
     def generating(self) -> bool:
-        """Whether this flush ends a block of steps, and not a prompt or a piece of one."""
+        """Whether this flush follows decode steps, not a prompt or a chunk of one."""
         return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
 
     def chronological(self, heads: int | None = None) -> Array:
-        """i32[B,H,S]: indices by position, those that may go first, then the rest; where there are no slots, by age.
+        """Return indices into S i32[B,H,S]: entries that may leave, by position, then the others.
 
-        H: the first `heads`, or all.
+        Without slots, the window is in order already. H: the first `heads`, or all.
         """
         pos, goes = self.pos[:, :heads], (self.may_go & self.live)[:, :heads]
         if not self.slots:
@@ -86,14 +101,14 @@ class Evidence:
         return jnp.argsort(jnp.where(goes, pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
 
     def dot(self, x: Array, of: str = "k") -> Array:
-        """f32[B,H,N,S]: inner products of x f[B,H,N,D] with every key (rotated) or value."""
+        """Return inner products f32[B,H,N,S] of x f[B,H,N,D] with every rotated key or value."""
         parts = [tier_dot(x, t, c, self.rope, of) for t, c in zip(self.tiers, self.plan.tiers, strict=False)]
         exact = self.window.k if of == "k" else self.window.v
         parts.append(jnp.einsum("bhnd,bhsd->bhns", x, exact, preferred_element_type=jnp.float32))
         return jnp.concatenate(parts, -1)
 
     def mix(self, w: Array, of: str = "v") -> Array:
-        """f32[B,H,N,D]: sums of every key (rotated) or value, weighted by w f32[B,H,N,S]; the dead weigh nothing."""
+        """Sum every rotated key or value with weights w f32[B,H,N,S]: f32[B,H,N,D]; dead entries weigh 0."""
         w = jnp.where(self.live[:, :, None], w, 0)
         out, start = 0.0, 0
         for t, c in zip(self.tiers, self.plan.tiers, strict=False):
@@ -104,18 +119,25 @@ class Evidence:
         return out + jnp.einsum("bhns,bhsd->bhnd", w[..., start:], exact)
 
     def fold(self, step: Step, queries: Queries, join: Callable[[Any, Any], Any] = added) -> Any:
-        """Sums per key: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) of query tiles.
+        """Reduce the attention probabilities of `queries` to statistics per key, tile by tile.
 
-        p = exp(q . k * scale - lse) with the saved log-sum-exp: the probability that attention really used. A dead
-        query, and a key that the query could not see, has p = 0. Neither all queries nor all keys exist at once. A step
-        gives f32[B,H,s,...], or several of them; join(older, newer) puts tiles of queries together, and 0 changes
-        nothing: they are added, each to its own, if no other is given.
+        p = exp(q . k * scale - lse) with the saved log-sum-exp is the probability that attention used; it is 0 for dead
+        queries and for keys that the query could not see. Neither all queries nor all keys exist at once.
+
+        Args:
+            step: step(p f32[B,H,G,n,s], q_pos i32[B,n], pos i32[B,H,s], index i32[s]) -> f32[B,H,s,...] or a pytree of
+                these.
+            queries: the queries.
+            join: join(older, newer) combines query tiles; 0 must be its neutral element. The default adds.
+
+        Returns:
+            The same pytree as `step`, over all of S: f32[B,H,S,...].
         """
         parts = [self._folded(source, step, queries, join) for source in self._sources()]
         return jax.tree.map(lambda *x: jnp.concatenate(x, 2), *parts)
 
     def sums(self, queries: Queries) -> Array:
-        """f32[B,H,S]: the sum of p over the queries and G, p as in `fold`."""
+        """Return the attention f32[B,H,S] that each key receives, summed over the queries and G."""
         step = lambda p, q_pos, pos, index: p.sum((2, 3))  # noqa: E731
         *tiers, window = self._sources()
         parts = [self._folded(source, step, queries, jnp.add) for source in tiers]
@@ -125,7 +147,7 @@ class Evidence:
         return jnp.concatenate(parts, -1)
 
     def _summed(self, kernel: str, queries: Queries) -> Array:
-        """`sums` of the window, by the kernel; every device for its own rows and heads."""
+        """Compute `sums` of the window by the kernel; every device handles its own rows and heads."""
         own, window = kernels.implementation("attention_column_sums", kernel), self.plan.window
         mask = causal(queries.pos, window)
 
@@ -135,16 +157,17 @@ class Evidence:
         return kernels.over_mesh(run, queries.q, self.window.k, queries.lse, self.window.pos, mask.first, mask.last)
 
     def complete(self, queries: Queries) -> Queries:
-        """The queries with a log-sum-exp over everything that is there, where a step read a part of it."""
+        """Return the queries with log-sum-exps over all entries, if a step read only a part of them."""
         total = self.over_keys(lambda p, q_pos, pos, index: p.sum(-1), queries)
         return replace(queries, lse=queries.lse + jnp.log(jnp.maximum(total, 1e-30)))
 
     def paid(self, tier: int, queries: Queries) -> Array:
-        """f32[B,H,C,N]: the most that every query, of at most QUERIES, pays to each slot of a tier, over G."""
+        """Return the maximum attention over G, f32[B,H,C,N], of each query (at most QUERIES) to each slot of a tier."""
         most = lambda p, q_pos, pos, index: jnp.moveaxis(p.max(2), 2, 3)  # noqa: E731
         return self._folded(self._sources()[tier], most, queries, jnp.add)
 
     def _folded(self, source: Source, step: Step, queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
+        """Compute `fold` of one tier or of the window."""
         b, h, g, n, _ = queries.q.shape
         n = min(n, QUERIES)
         one = (b, h, g, n, 1), (b, n), (b, h, 1), (1,)
@@ -165,7 +188,7 @@ class Evidence:
         return source(use)
 
     def over_keys(self, step: Step, queries: Queries) -> Array:
-        """f32[B,H,G,N]: what every query gets: sums over all keys of step f32[B,H,G,n]; its arguments as in `fold`."""
+        """Sum step f32[B,H,G,n], called as in `fold`, over all key tiles: f32[B,H,G,N]."""
 
         def some(q: Array, q_pos: Array, lse: Array) -> Array:
             def use(read: Callable[..., Any], total: int, tile: int) -> Array:
@@ -190,12 +213,19 @@ class Evidence:
         return jax.lax.fori_loop(0, len(starts), body, jnp.zeros(queries.lse.shape, jnp.float32))
 
     def _sources(self) -> list[Source]:
-        """Every tier and the window."""
+        """Return the readers of every tier and the window."""
         tiers = [partial(self._of_tier, *x) for x in zip(self.tiers, self.plan.tiers, strict=False)]
         return [*tiers, self._of_window]
 
     def _of_tier(self, tier: Tier, config: TierConfig, use: Callable[..., Any], join: Any = None) -> Any:
-        """Each device for its own slots; join: as `context.each` takes it, or None: every device gets all."""
+        """Read a tier's tiles; each device reads its own slots.
+
+        Args:
+            tier: the tier.
+            config: config of the tier.
+            use: see `Source`.
+            join: reduction over devices, as in `context_parallel.each`, or None: the result is per slot and gathered.
+        """
         config = config.of(tier)
 
         def own(tier: Tier, part: context_parallel.Part) -> Any:
@@ -207,6 +237,7 @@ class Evidence:
         return out if join else context_parallel.whole(out, tier.axes)
 
     def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
+        """Read the window's tiles."""
         total = self.window.pos.shape[1]
         return use(self._window_tile, total, min(KEYS, total))
 
@@ -221,6 +252,7 @@ class Evidence:
         q_pos: Array,
         lse: Array,
     ) -> tuple[Array, ...]:
+        """Return (p, q_pos, pos, index) of n slots from `start`; `first` is the device's first slot."""
         at, c = tier.pos if tier.at is None else tier.at, tier.pos.shape[2]
         places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
         logits = key_logits(asked(flat(q), tier), cut(tier.k, start, n, c), places, config, self.rope) * self.scale
@@ -229,6 +261,7 @@ class Evidence:
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)
 
     def _window_tile(self, start: Array, n: int, q: Array, q_pos: Array, lse: Array) -> tuple[Array, ...]:
+        """Return (p, q_pos, pos, index) of n window entries from `start`."""
         k, pos = _cut(self.window.k, start, n), _cut(self.pos, self.slots + start, n)
         logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) * self.scale
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), start + jnp.arange(n)
@@ -246,10 +279,19 @@ def evidence(
     fresh: bool = True,
     lower: LayerCache | None = None,
 ) -> Evidence:
-    """The evidence of a layer and a window, of which the first `leaving` i32[B] tokens behind the sinks may go (None:
-    none).
+    """Build the evidence of a layer and a window.
 
-    model: of this layer alone; limit i32[B]: tokens that the tiers may hold, or None: none; fresh: they are empty.
+    Args:
+        layer: the layer's cache.
+        window: W entries, sinks first, then oldest first.
+        queries: the queries that the score needs.
+        counts: tokens of each row.
+        plan: config of the layer.
+        model: config of this layer alone.
+        leaving: i32[B] entries after the sinks that may leave the window, or None for none.
+        limit: i32[B] tokens that the tiers may hold, or None for none.
+        fresh: the tiers are empty.
+        lower: the lower layer that the score reads, or None.
     """
     b, h, w, _ = window.k.shape
     leaving, limit = (jnp.zeros_like(counts.seen) if x is None else x for x in (leaving, limit))
@@ -278,7 +320,10 @@ def evidence(
 
 
 def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
-    """Which implementation sums columns of a window: the platform's, where it takes them and there are enough."""
+    """Return the implementation that sums attention per key of a window.
+
+    "xla" unless the platform's kernel supports the window and there are enough queries.
+    """
     name, (_, _, groups, n, dim) = kernels.wanted(kind), queries.q.shape
     if name == "xla" or (kind == "auto" and kernels.unready("attention_column_sums", name)):
         return "xla"
@@ -291,13 +336,14 @@ def _cut(x: Array, start: Array, n: int) -> Array:
 
 
 def _probabilities(logits: Array, lse: Array, q_pos: Array, pos: Array, window: int | None) -> tuple[Any, ...]:
+    """Return (p, q_pos, pos), p 0 where the query does not see the key."""
     see = visible(q_pos, pos, window)
     p = jnp.where(see[:, :, None], jnp.exp(jnp.where(see[:, :, None], logits, -jnp.inf) - lse[..., None]), 0)
     return p, q_pos, pos
 
 
 def _tile_of(queries: Queries, start: Array) -> Queries:
-    """QUERIES queries from `start`."""
+    """Return QUERIES queries from `start`."""
     return Queries(
         q=jax.lax.dynamic_slice_in_dim(queries.q, start, QUERIES, 3),
         pos=jax.lax.dynamic_slice_in_dim(queries.pos, start, QUERIES, 1),
@@ -306,7 +352,7 @@ def _tile_of(queries: Queries, start: Array) -> Queries:
 
 
 def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, join: Callable[[Any, Any], Any]) -> Any:
-    """`one` of tiles of queries, oldest first, put together by `join`."""
+    """Apply `one` to tiles of queries, oldest first, and combine the results by `join`."""
     n = queries.pos.shape[1]
     if n <= QUERIES:
         return one(queries.q, queries.pos, queries.lse)
@@ -328,17 +374,17 @@ def _over_queries(one: Callable[[Array, Array, Array], Any], queries: Queries, j
 
 
 def watching(ev: Evidence, kept: Queries | None, plan: LayerConfig) -> Queries | None:
-    """The kept queries that the tiers' selector remembers, if it is stateful."""
+    """Return the kept queries that the tiers' selector observes, or None if it is not stateful."""
     select = plan.select
     if select is None or not select.stateful:
         return None
     assert kept is not None
     kept = kept.newest(select.needs.queries).aged()
-    return ev.complete(kept) if ev.tiers else kept  # a step's log-sum-exp is of what it read alone
+    return ev.complete(kept) if ev.tiers else kept  # a step's log-sum-exp covers only what it read
 
 
 def watched(tiers: tuple[Tier, ...], ev: Evidence, kept: Queries, plan: LayerConfig) -> tuple[Tier, ...]:
-    """Tiers whose selectors know what the kept queries pay to everything that is there."""
+    """Let stateful selectors observe the kept queries' attention to all entries, and return the tiers."""
     now, out = replace(ev, tiers=tiers), []
     for i, (tier, config) in enumerate(zip(tiers, plan.tiers, strict=True)):
         select = config.select

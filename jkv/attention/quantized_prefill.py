@@ -1,4 +1,4 @@
-"""A prompt that attends to its keys and values as they will be stored."""
+"""Quantized prefill: a prompt that attends to keys and values as they will be stored."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from jkv.models.rope import Rope
 
 
 def as_stored(window: Window, plan: LayerView, rope: Rope, fresh: bool) -> Window:
-    """The window, whose entries that a flush would encode now are what their codes decode to; others stay exact.
+    """Return the window with the entries that a flush would encode now replaced by their decoded codes.
 
-    The units of a codec with a grain begin behind the sinks of each row, as in a flush; fresh: the tiers are empty.
+    Groups of a codec with a `grain` start after each row's sinks, as in a flush.
+
+    Args:
+        window: the window.
+        plan: config of the layer.
+        rope: rotary embedding of the layer.
+        fresh: the tiers are empty.
     """
     if not plan.tiers:
         return window
@@ -30,6 +36,7 @@ def as_stored(window: Window, plan: LayerView, rope: Rope, fresh: bool) -> Windo
     packed, new = replace(window, columns={}).ordered(order), slice(plan.sinks, plan.sinks + most)
     k, v, pos = packed.k[:, :, new], packed.v[:, :, new], packed.pos[:, None, new]
     leaves = (jnp.arange(most)[None] < leaving[:, None])[:, None, :, None]
+    # Encode and decode, with codecs fitted on these tokens if they are `taught`.
     found = rope.rotate(k, pos, inverse=True) if tier.pre_rope else k
     own = codec_map.fit(tier.k, found, leaves[..., 0]), codec_map.fit(tier.v, v, leaves[..., 0])
     tier = replace(tier, k=own[0] or tier.k, v=own[1] or tier.v)
@@ -37,6 +44,7 @@ def as_stored(window: Window, plan: LayerView, rope: Rope, fresh: bool) -> Windo
     found = codec_map.decode(tier.k, coded)
     found = rope.rotate(found, pos) if tier.pre_rope else found
 
+    # Put the decoded entries back in the window's order.
     def joined(x: Array, own: Array, of: Array) -> Array:
         own = jnp.where(leaves, own.astype(x.dtype), of)
         return jnp.concatenate([x[:, :, : new.start], own, x[:, :, new.stop :]], 2)

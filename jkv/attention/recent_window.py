@@ -1,4 +1,4 @@
-"""A layer's recent window of exact tokens: a few queries read all of it, and the token of a step comes into it."""
+"""Recent-window attention, and the write of a step's token into the window."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ from jkv.protocols import Window
 
 
 def window_kernel(kind: str, dtype: Any, dim: int, width: int, groups: int) -> kernels.Choice:
-    """Which implementation attends a window, for keys of that dtype, of `dim` channels and `groups` queries each, and
-    values of `width` channels. Only GPUs have one: elsewhere XLA fuses what is around it."""
+    """Return the implementation of window attention.
+
+    Only GPUs have a kernel; elsewhere XLA fuses the operations around it.
+
+    Args:
+        kind: allowed kernels.
+        dtype: dtype of the keys.
+        dim: channels of a key.
+        width: channels of a value.
+        groups: query heads per kv head.
+    """
     if kernels.wanted(kind) != "gpu":
         return kernels.Choice("xla")
     return exact_kernel("window_attention", kind, dtype, dim, width, groups)
@@ -30,7 +39,7 @@ def _name(q: Array, window: Window, kind: str) -> str:
 
 
 def attend_recent(q: Array, window: Window, mask: Mask, scale: Scale, kind: str) -> Partial:
-    """Queries [B,H,G,T,D] over the recent window; kind: of kernels."""
+    """Attend with queries [B,H,G,T,D] to the recent window; kind: allowed kernels."""
     if (name := _name(q, window, kind)) == "xla":
         return attend(q, window.k, window.v, mask.over(window.pos[:, None]), scale)
     attention = kernels.implementation("window_attention", name).attention
@@ -44,9 +53,20 @@ def attend_recent(q: Array, window: Window, mask: Mask, scale: Scale, kind: str)
 def entered(
     q: Array, window: Window, new: Window, at: Array, put: Array, mask: Mask, scale: Scale, kind: str
 ) -> tuple[Partial, Window]:
-    """The same once a token, alone in `new`, has come into slot `at` i32[]; and the window then, but for its positions.
+    """Write a step's token into the recent window and attend to it.
 
-    put i32[B,R]: positions of tokens that came so, this one's too, which `window.pos` does not have; elsewhere -1.
+    Args:
+        q: [B,H,G,T,D] queries.
+        window: the window before; its `pos` lacks this block's tokens.
+        new: the token, as a window of one entry.
+        at: i32[], entry to write.
+        put: i32[B,R] positions of this block's tokens, this one's included; -1 elsewhere.
+        mask: visible positions.
+        scale: multiplies q . k.
+        kind: allowed kernels.
+
+    Returns:
+        The attention, and the window after the write, without its position.
     """
     after = jax.tree.map(
         lambda a, b: a if a.ndim == 2 else jax.lax.dynamic_update_slice_in_dim(a, b, at, 2), window, new

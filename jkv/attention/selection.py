@@ -1,4 +1,4 @@
-"""Selectors at a step: what they see of a tier, what of it is read, and what they are told after."""
+"""Selectors at a decode step: their inputs, the pages they pick, and the attention they observe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from jkv.protocols import Code, Columns, Look
 def look(
     q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
 ) -> Look:
-    """What the selector of a tier sees of rotated queries [B,H,G,1,D] of tokens at i32[B,1], with columns f32[B,H]."""
+    """Build what a tier's selector sees at a step.
+
+    Args:
+        q: [B,H,G,1,D] rotated queries.
+        at: i32[B,1] positions.
+        columns: f32[B,H] each, columns of the tokens.
+        tier: the tier.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+        given: i32[B,H,U] pages that the nearest lower layer picked, or None.
+    """
     assert config.select is not None
     b, h, g, _, d = q.shape
 
@@ -54,14 +64,17 @@ def look(
 def picked(
     q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope, given: Array | None = None
 ) -> tuple[Array | None, Any]:
-    """i32[B,H,U]: the units that the selector picks, -1 none, and its memo after that; None where there is none."""
+    """Return the pages i32[B,H,U] that the selector picks, -1 for none, and its next memo; None without a selector.
+
+    Arguments as in `look`.
+    """
     if config.select is None:
         return None, tier.memo
     return config.select.pick(look(q, at, columns, tier, config, rope, given))
 
 
 def brought(units: Array | None, mask: Mask, tier: Tier) -> Tier:
-    """The tier before a step reads these units: where pages of the host stay on the device, they do."""
+    """Make the pages that a step reads resident on the device, if the tier keeps any there."""
     if units is None or staying(tier) == (None, None):
         return tier
     alive = mask.last[:, 0] >= 0
@@ -70,13 +83,13 @@ def brought(units: Array | None, mask: Mask, tier: Tier) -> Tier:
 
 
 def staying(tier: Tier) -> tuple[Hot | None, Hot | None]:
-    """What a tier has on the device of keys and values that lie on the host: a step changes it."""
+    """Return a tier's resident pages of keys and of values, which a step changes; None if there are none."""
     k, v = (x.hot if is_far(x) else None for x in (tier.k, tier.v))
     return k, v
 
 
 def stayed(tier: Tier, hot: tuple[Hot | None, Hot | None]) -> Tier:
-    """The inverse."""
+    """Return the tier with these resident pages."""
     k, v = (x if own is None else replace(x, hot=own) for x, own in zip((tier.k, tier.v), hot, strict=True))
     return replace(tier, k=k, v=v)
 
@@ -84,14 +97,24 @@ def stayed(tier: Tier, hot: tuple[Hot | None, Hot | None]) -> Tier:
 def observed(
     q: Array, mask: Mask, lse: Array, units: Array, tier: Tier, config: TierView, rope: Rope, scale: Scale
 ) -> Any:
-    """The summary of a stateful selector, after a step of rotated queries [B,H,G,1,D] with lse f32[B,H,G,1] that read
-    the units i32[B,H,U].
+    """Return a stateful selector's summaries after a step; rows that are not alive keep theirs.
 
-    The logits of the few keys that were read are computed once more: no kernel has to give them away.
+    The logits of the few keys that were read are recomputed, so no kernel has to return them.
+
+    Args:
+        q: [B,H,G,1,D] rotated queries.
+        mask: visible positions.
+        lse: f32[B,H,G,1] log-sum-exps of the step.
+        units: i32[B,H,U] pages that it read.
+        tier: the tier.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+        scale: multiplies q . k.
     """
     select, (b, h, g, t, _), config = config.select, q.shape, config.of(tier)
     assert select is not None
     _, pos = reach(tier, select.unit, h)
+    # Recompute the probabilities of the keys that were read.
     keys = replace(tier, v=Code(slots=()))
     copy, at = gathered(units, keys, tier.pos if tier.at is None else tier.at, config)
     n = copy.pos.shape[2]
@@ -99,6 +122,7 @@ def observed(
     logits = counted(logits, copy.columns.get(MERGED))
     see = mask.over(copy.pos)[:, :, None]
     p = jnp.exp(jnp.where(see, logits, -jnp.inf) - jnp.where(see.any(-1), lse, 0)[..., None])
+    # Take the maximum in each page, 0 in pages that were not read.
     most = p.reshape(b, h, g * t, -1, select.unit).max((2, 4))
     row = put(jnp.zeros(pos.shape), jnp.where(units < 0, pos.shape[2], units), most)
     after = select.observe(tier.summary, row[..., None], pos)

@@ -1,4 +1,4 @@
-"""Beginnings that rows share: one product each, with the queries of all its rows. Source: BatchLLM (2412.03594)."""
+"""Shared-prefix attention: one product per prefix with the queries of all its rows. Source: BatchLLM (2412.03594)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from jkv.models.softcap import Scale
 
 
 def attend_common(q: Array, mask: Mask, layer: LayerCache, plan: LayerView, rope: Rope, scale: Scale) -> list[Partial]:
-    """Rotated queries [B,H,G,T,D] over what their rows have in common, a Partial for each beginning.
+    """Attend to shared prefixes, and return one Partial per prefix.
 
-    A row sees nothing of another's; a beginning that no row has is not read.
+    A row sees only its own prefix; a prefix without live rows is not read.
+
+    Args:
+        q: [B,H,G,T,D] rotated queries.
+        mask: visible positions.
+        layer: the layer's cache, with its part of the prefixes.
+        plan: config of the layer.
+        rope: rotary embedding of the layer.
+        scale: multiplies q . k.
     """
     if layer.common is None:
         return []
@@ -34,7 +42,7 @@ def attend_common(q: Array, mask: Mask, layer: LayerCache, plan: LayerView, rope
             return jax.tree.map(back, merge_all(parts))
 
         none = nothing(q, jax.eval_shape(read).acc.shape[-1])
-        turns = (last >= 0).any().astype(jnp.int32)  # one or none, as in `layer_step.when`
+        turns = (last >= 0).any().astype(jnp.int32)  # 0 or 1 iterations, as in `layer_step.when`
         return jax.lax.fori_loop(0, turns, lambda *_: read(), none)
 
     seen = (jnp.where((of == at)[:, None], mask.last, -1) for at in range(len(layer.common.held)))

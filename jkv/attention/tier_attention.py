@@ -1,4 +1,4 @@
-"""Reading a tier: codes are contracted tile by tile, never decoded to a dense copy."""
+"""Tier attention: codes are contracted tile by tile, never decoded to a dense copy."""
 
 from __future__ import annotations
 
@@ -31,35 +31,38 @@ from jkv.protocols import Code, Codec, KernelCodes
 
 
 def flat(x: Array) -> Array:
-    """[B,H,G,T,...] -> [B,H,G*T,...]."""
+    """Merge query heads and tokens: [B,H,G,T,...] -> [B,H,G*T,...]."""
     b, h, g, t, *rest = x.shape
     return x.reshape(b, h, g * t, *rest)
 
 
 def asked(x: Array, tier: Tier) -> Array:
-    """x [B,H,N,...] as the tier's heads are asked: those of a pool are one."""
+    """Put x [B,H,N,...] on the tier's head axis, which is 1 for a head-pooled tier."""
     return x if tier.head is None else together(x)
 
 
 def counted(logits: Array, merged: Array | None) -> Array:
-    """Logits [B,H,G,T,n] of entries into which f32[B,H,n] others were merged, which count too; None: nothing is."""
+    """Add log(1 + merged) to logits [B,H,G,T,n] of entries that represent `merged` f32[B,H,n] more tokens."""
     return logits if merged is None else logits + jnp.log1p(merged)[:, :, None, None]
 
 
 def bare(tier: Tier) -> Tier:
-    """The tier with what attention reads of it, and no more."""
+    """Return the tier with only what attention reads."""
     columns = {name: x for name, x in tier.columns.items() if name == MERGED}
     return replace(tier, columns=columns, summary=None, memo=None, taught=(None, None), marks=None)
 
 
 def decoded_keys(code: Code, at: Array, config: TierView, rope: Rope, heads: int = 0) -> Array:
-    """f32[B,H,n,D]: the keys of some slots, rotated to where they act, i32[B,Hs,n]; heads: as `codec_map.decode`."""
+    """Decode keys f32[B,H,n,D], rotated to the positions at i32[B,Hs,n] if they are stored before rotation.
+
+    `heads` as in `codec_map.decode`.
+    """
     keys = codec_map.decode(config.k, code, heads)
     return rope.rotate(keys, at) if config.pre_rope else keys
 
 
 def key_logits(q: Array, code: Code, at: Array, config: TierView, rope: Rope) -> Array:
-    """f32[B,H,N,n]: logits, unscaled, of rotated queries [B,H,N,D] and the keys of a tile that act at i32[B,Hs,n]."""
+    """Return unscaled logits f32[B,H,N,n] of rotated queries [B,H,N,D] with a tile of keys at i32[B,Hs,n]."""
     q = q.astype(jnp.float32)
     if config.pre_rope:
         return jnp.einsum("bhnd,bhsd->bhns", q, decoded_keys(code, at, config, rope, q.shape[1]))
@@ -67,18 +70,25 @@ def key_logits(q: Array, code: Code, at: Array, config: TierView, rope: Rope) ->
 
 
 def kernel_codes(tier: Tier, config: TierView) -> tuple[KernelCodes | None, KernelCodes | None]:
-    """The tier's keys and values as kernels read them, or None; keys that are rotated at read no kernel reads."""
+    """Return a tier's keys and values as kernels read them, or None; keys rotated at reads have no kernel."""
     values = codec_map.kernel_codes(config.v, config.values(tier))
     return None if config.pre_rope else codec_map.kernel_codes(config.k, tier.k), values
 
 
 def operation(config: TierView) -> tuple[str, tuple[int, ...]]:
-    """What a step does with the tier, and what its kernels are told beside the arrays."""
+    """Return the kernel package that reads the tier at a step, and its extra static arguments."""
     return ("decode_attention", ()) if config.select is None else ("paged_attention", (config.select.unit,))
 
 
 def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
-    """Which implementation reads the tier, or its selector's pages, for so many queries of `dim` channels a kv head."""
+    """Return the implementation that reads the tier, or its selector's pages.
+
+    Args:
+        tier: the tier.
+        config: config of the tier.
+        dim: channels of a query, as the codec contracts them.
+        queries: queries per kv head.
+    """
     config = config.of(tier)
     name, more = operation(config)
 
@@ -99,7 +109,10 @@ def kernel_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
 
 
 def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.Choice:
-    """The same in words: pages that no kernel finds in place are gathered, and a kernel may read the copy."""
+    """Return how a step reads the tier, for reports.
+
+    Unlike `kernel_of`, it includes kernels that read a gathered copy of the pages. Arguments as in `kernel_of`.
+    """
     config = config.of(tier)
     rows, own = jax.tree.leaves(tier.k)[0].shape[:2]
     q = jax.ShapeDtypeStruct((rows, own * config.k.heads, queries, 1, dim), jnp.float32)
@@ -114,7 +127,7 @@ def reader_of(tier: Tier, config: TierView, dim: int, queries: int) -> kernels.C
 
 
 def write(x: Array, index: Array, new: Array, tier: Tier, config: TierView) -> Array:
-    """Codes x [B,H,C,...] of a tier with new [B,H,m,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
+    """Write new [B,H,m,...] into codes x [B,H,C,...] at index i32[B,Hi,m]; an index of C or more is dropped."""
     if x.ndim == 4 and kernels.wanted(config.kernels) == "tpu":
         place = kernels.implementation("scatter_slots", "tpu")
         if place.supports(x, index.shape[2]) is None:
@@ -123,9 +136,14 @@ def write(x: Array, index: Array, new: Array, tier: Tier, config: TierView) -> A
 
 
 def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
-    """x i32[B] or i32[B,Hs,m], with a data dependency on arrays `read` [B,H,...] by a predicate that is never true.
+    """Return x with a data dependency on arrays `read` [B,H,...], through a predicate that is never true.
 
     XLA then orders the write of a tier after its reads, instead of copying the tier.
+
+    Args:
+        x: i32[B] or i32[B,Hs,m].
+        read: the results of the reads.
+        none: the value that x would have if the predicate were true.
     """
     total = jnp.stack([y.astype(jnp.float32).sum(range(2, y.ndim)) for y in read]).sum(0)
     never = (total < 0) & (total > 0)
@@ -137,7 +155,17 @@ def after(x: Array, read: tuple[Array, ...], none: int) -> Array:
 def attend_tier(
     q: Array, mask: Mask, tier: Tier, config: TierView, rope: Rope, scale: Scale, pages: Array | None = None
 ) -> Partial:
-    """Rotated queries [B,H,G,T,D] over the tier, or over the units i32[B,H,U] that its selector picked."""
+    """Attend to a tier, or to the pages that its selector picked.
+
+    Args:
+        q: [B,H,G,T,D] rotated queries.
+        mask: visible positions.
+        tier: the tier.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+        scale: multiplies q . k.
+        pages: i32[B,H,U], -1 for none; None to read the whole tier.
+    """
     config = config if pages is not None else replace(config, select=None)
     if tier.head is None:
         return _attend(q, mask, tier, config, rope, scale, q.shape[3], pages)
@@ -158,7 +186,10 @@ def _attend(
     tokens: int,
     pages: Array | None = None,
 ) -> Partial:
-    """The same of a pool as of one head that all ask; `tokens` of a row are asking."""
+    """Read a tier; a head-pooled tier is read as one kv head shared by all queries.
+
+    tokens: query tokens per row.
+    """
     config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     if tier.head is not None:
@@ -188,7 +219,7 @@ def _attend(
 
 
 def _pages_here(pages: Array, part: context_parallel.Part, tier: Tier, config: TierView) -> Array:
-    """Pages i32[B,H,P] of all devices as those of one, -1 where they are another's."""
+    """Convert pages i32[B,H,P] of all devices to those of one, -1 where another device has the page."""
     assert config.select is not None
     units = tier.pos.shape[2] // config.select.unit
     here = context_parallel.own(pages, part, units)
@@ -206,9 +237,9 @@ def _attend_own(
     scale: Scale,
     tokens: int,
 ) -> Partial:
-    """The same of queries as codes are asked, over the slots of one device, or of its pages; keys act at `tier.at`.
+    """Attend to one device's slots, or to its pages, in the channels of the codes; keys act at `tier.at`.
 
-    ends i32[B,Hs,1]: of its slots the last live one + 1.
+    ends: i32[B,Hs,1], its last live slot + 1.
     """
     b, h, g, t, _ = q.shape
     at = tier.at
@@ -220,6 +251,7 @@ def _attend_own(
         config, ends = replace(config, select=None), lengths(tier.pos)
     if tokens <= FEW and (part := _by_kernel(q, mask, tier, config, scale, ends)) is not None:
         return part
+    # No kernel: loop over tiles.
     k, v, pos, size, merged = tier.k, config.values(tier), tier.pos, tier.pos.shape[2], tier.columns.get(MERGED)
     asks = flat(q).astype(jnp.float32)
 
@@ -234,14 +266,17 @@ def _attend_own(
         p, m, l = softmax_parts(logits, see)  # noqa: E741
         return merge(part, Partial(acc=codec_map.mix(config.v, flat(p), vt).reshape(b, h, g, t, -1), m=m, l=l))
 
-    far = is_far(k) or is_far(v)  # what comes from the host is a copy too
+    far = is_far(k) or is_far(v)  # fetched pages are a copy, like decoded tiles
     decodes = far or config.pre_rope or not (config.k.exact and config.v.exact)
     tiles = tile_sizes(decodes, size, tokens, config.unit, b * h * max(q.shape[4], g * t))
     return over_tiles(body, nothing(q, codec_map.inner_width(config.v, sample(v))), size, *tiles)
 
 
 def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale, read: Array) -> Partial | None:
-    """By the platform's kernel, or None where it has none; read: pages i32[B,H,P], or ends i32[B,Hs,1] of all slots."""
+    """Attend by the platform's kernel, or return None if there is none.
+
+    read: pages i32[B,H,P], or the end of the live slots i32[B,Hs,1].
+    """
     name = kernel_of(tier, config, q.shape[4], q.shape[2] * q.shape[3]).name
     if name == "xla":
         return None
@@ -249,7 +284,7 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale,
     attention = kernels.implementation(what, name).attention
     tier, codecs = replace(tier, columns={}, at=None, head=None, summary=None), (config.k, config.v)
 
-    # What kernels read is made of the codes inside: a view of them that crosses a border of a mesh is a copy.
+    # Kernel codes are made inside, because a view of codes that crosses a shard_map is a copy.
     def run(q: Array, tier: Tier, codecs: tuple[Codec, Codec], first: Array, last: Array, read: Array) -> Partial:
         k, v = kernel_codes(tier, replace(config, k=codecs[0], v=codecs[1]))
         return attention(q, k, v, tier.pos, first, last, scale, read, *more)
@@ -258,18 +293,18 @@ def _by_kernel(q: Array, mask: Mask, tier: Tier, config: TierView, scale: Scale,
 
 
 def looked(q: Array, tier: Tier, config: TierView) -> Tier:
-    """The copy of what a step reads of the tier, for its shapes: whatever is picked is as large."""
+    """Return the copy of a tier's pages that a step reads, for its shapes; they do not depend on the pages."""
     assert config.select is not None
     units = jnp.zeros((*q.shape[:2], config.select.reads(tier.pos.shape[2])), jnp.int32)
     return gathered(units, tier, tier.pos, config)[0]
 
 
 def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tier, Array]:
-    """A copy of those pages: a tier of their slots, and the places i32[B,H,n] where its keys act.
+    """Copy the slots of pages i32[B,H,P] into a tier, and return it with the positions i32[B,H,n] where its keys act.
 
-    A page may be a part of a codec's grain, or end inside one: what a grain shares is then copied for every stretch of
-    slots that lies within one grain and one page, so a page costs its own slots and never whole grains. What a page
-    has beyond the last slot is dead.
+    A page may be part of a codec's group, or end inside one. What a group shares is then copied once per run of slots
+    inside one group and one page, so a page costs its own slots and never whole groups. Slots of a page beyond the last
+    one of the tier are dead.
     """
     assert config.select is not None
     u, h = config.select.unit, pages.shape[1]
@@ -277,7 +312,7 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
 
     def gather(x: Array) -> Array:
         grain = tier.pos.shape[2] // x.shape[2]
-        x = jnp.repeat(x, h // x.shape[1], 1) if 1 < x.shape[1] < h else x  # of several heads: each its own copy
+        x = jnp.repeat(x, h // x.shape[1], 1) if 1 < x.shape[1] < h else x  # codes of several heads: a copy per head
         return take(x, per(index[:, :, :: gcd(u, grain)], grain))
 
     pos = take(tier.pos, index)
@@ -289,9 +324,14 @@ def gathered(pages: Array, tier: Tier, at: Array, config: TierView) -> tuple[Tie
 
 
 def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, ...]:
-    """Where keys act in a cache of relative positions: rank among the kept + (seen - kept).
+    """Set where keys act in a cache of relative positions: rank among the kept + (seen - kept).
 
     The newest kept token then acts at seen - 1, its true position, so queries and the recent window need no shift.
+
+    Args:
+        tiers: the tiers.
+        staying: i32[B] tokens in the recent window.
+        seen: i32[B] tokens of each row.
     """
     if all(t.at is None for t in tiers):
         return tiers
@@ -308,7 +348,7 @@ def acting(tiers: tuple[Tier, ...], staying: Array, seen: Array) -> tuple[Tier, 
 
 
 def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
-    """f32[B,H,N,C]: inner products of x [B,H,N,D] with every (rotated) key or value."""
+    """Return inner products f32[B,H,N,C] of x [B,H,N,D] with every rotated key (of="k") or value."""
     config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     shape = (*x.shape[:3], tier.pos.shape[2])
@@ -337,7 +377,7 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
 
 
 def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
-    """f32[B,H,N,D]: sums of the (rotated) keys or values with weights w f32[B,H,N,C], 0 for the dead."""
+    """Sum the rotated keys (of="k") or values with weights w f32[B,H,N,C], 0 for dead slots: f32[B,H,N,D]."""
     config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))

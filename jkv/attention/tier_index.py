@@ -1,4 +1,4 @@
-"""What the steps of a block read of a tier's positions alone, found once before them: no step changes these."""
+"""Per-block index of a tier's positions, computed once because decode steps do not change them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from jkv.kernels.decode_attention import lengths
 
 @value
 class Marks:
-    """ends i32[B,Hs,1]: the last live slot + 1; units: the `reach` of its selector's, or None."""
+    """Index of a tier's positions.
+
+    Attributes:
+        ends: i32[B,Hs,1], last live slot + 1.
+        units: `reach` of the selector's pages, or None without a selector.
+    """
 
     ends: Array
     units: tuple[Array, Array] | None
 
 
 def marked(cache: Cache, plan: tuple[LayerView, ...]) -> Cache:
-    """The cache as the steps of a block read it: every tier, also of what rows share, with its marks."""
+    """Return the cache with an index in every tier, shared prefixes included, for the steps of a block."""
 
     def tiers(own: tuple[Tier, ...], one: LayerView) -> tuple[Tier, ...]:
         return tuple(_marked(x, config, cache.model.heads) for x, config in zip(own, one.tiers, strict=True))
@@ -41,13 +46,15 @@ def _marked(tier: Tier, config: TierView, heads: int) -> Tier:
 
 
 def ends(tier: Tier) -> Array:
-    """i32[B,Hs,1]: the last live slot + 1."""
+    """Return the last live slot + 1, i32[B,Hs,1]."""
     return lengths(tier.pos) if tier.marks is None else tier.marks.ends
 
 
 def reach(tier: Tier, unit: int, heads: int) -> tuple[Array, Array]:
-    """i32[B,H,units] twice: the positions of the oldest and the newest token of every unit, the last of which may be a
-    part; -1 for none."""
+    """Return the positions i32[B,H,pages] of the oldest and of the newest token of every page, -1 for none.
+
+    The last page may be incomplete.
+    """
     if tier.marks is not None and tier.marks.units is not None:
         return tier.marks.units
     b, _, c = tier.pos.shape

@@ -1,4 +1,4 @@
-"""Slots of a tier in tiles: how many at a time, and a fold over all of them."""
+"""Tiling of a tier's slots: tile sizes, and a fold over tiles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from jkv.arrays.gather import per
 from jkv.cache.offload import Pages, is_far
 from jkv.protocols import Code
 
-TILE = 512  # slots of a coded tier that are read at a time
-LARGE = 1 << 22  # numbers that a GPU decodes at a time, where each turn of a loop is a dozen launches
-LEAST = 16  # slots that are read at once
+TILE = 512  # slots of a tile
+LARGE = 1 << 22  # numbers that a GPU decodes at a time, because each loop iteration is a dozen launches
+LEAST = 16  # tiers of at most this many slots are read in one tile
 
 
 def cut(code: Code | Pages, start: Array, n: int, slots: int) -> Code:
-    """n slots from `start` of a code, of every leaf [B,H,slots or slots / grain,...]; of pages whole units."""
+    """Return n slots from `start` of a code whose leaves are [B,H,slots or slots / grain,...].
+
+    Both are multiples of the page size if the code is offloaded.
+    """
     if is_far(code):
         return code.cut(start, n)
 
@@ -36,7 +39,12 @@ def over_tiles(
 ) -> Any:
     """Fold body(start, fresh bool[tile], state) over tiles; the last tile is moved back to stay inside.
 
-    `fresh` is False for the slots of a moved tile that were read before. on_gpu: slots of a tile there; None: as many.
+    Args:
+        body: the step; `fresh` is False for slots of a moved tile that were read before.
+        init: the initial state.
+        slots: number of slots.
+        tile: slots of a tile.
+        on_gpu: slots of a tile on a GPU, or None for `tile`.
     """
     if on_gpu not in (None, tile):
         few, many = (partial(over_tiles, body, slots=slots, tile=n) for n in (tile, on_gpu))
@@ -52,11 +60,17 @@ def over_tiles(
 
 
 def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
-    """Slots of a tile, in whole units: a few, or all of what is read without a decoded copy; else TILE, or fewer for
-    many queries.
+    """Return the slots of a tile, in whole units: TILE, or fewer for many queries.
 
-    What is decoded is decoded in a loop, of two tiles at least: XLA would otherwise decode the small tiers of all
-    layers before the first layer runs, and even before the decode loop, as its constants.
+    A tier that needs no decoding is read whole by one query, and so is a tier of a few slots. Decoding always takes at
+    least two tiles: XLA would otherwise decode the small tiers of all layers before the first layer runs, and even
+    before the decode loop, as its constants.
+
+    Args:
+        decodes: the codes are decoded to a copy.
+        slots: slots of the tier.
+        queries: queries per row.
+        unit: slots that are read together.
     """
     if (queries == 1 and not decodes) or slots <= LEAST:
         return slots
@@ -64,7 +78,9 @@ def tile_size(decodes: bool, slots: int, queries: int, unit: int) -> int:
 
 
 def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int) -> tuple[int, int]:
-    """`tile_size`, and that of a GPU, whose tile has LARGE numbers, `numbers` of each slot, if these are more slots.
+    """Return `tile_size` and the larger tile of a GPU, which has LARGE numbers.
+
+    numbers: how many of these each slot has; the other arguments are those of `tile_size`.
 
     >>> tile_sizes(True, 131072, 1, 1, 8 * 128), tile_sizes(True, 131072, 2048, 1, 9 * 2048)
     ((512, 4096), (32, 227))
@@ -74,6 +90,6 @@ def tile_sizes(decodes: bool, slots: int, queries: int, unit: int, numbers: int)
 
 
 def _whole(most: int, decodes: bool, slots: int, unit: int) -> int:
-    """At most so many slots, and half of what is decoded, rounded up to whole units."""
+    """Return at most `most` slots, and half of the slots if they are decoded, rounded up to whole units."""
     tile = min(most, -(-slots // 2) if decodes else slots)
     return min(slots, max(-(-tile // unit), 1) * unit)

@@ -1,1 +1,1 @@
-"""What a cache is, and where its arrays lie: values, a layer's config, codes, pages in the memory of the host."""
+"""Cache data structures: layers and tiers, per-layer config, codec mapping, offloaded pages."""

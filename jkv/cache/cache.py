@@ -1,4 +1,4 @@
-"""The values that flow through a decode loop: frozen pytrees, every leaf (rows, heads, slots)."""
+"""Cache and decode state: frozen pytrees whose arrays are (rows, heads, slots, ...)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from jkv.models.layers.recurrent_state import State
 
 
-MERGED = "merged"  # the column of tokens that stand for others too: how many were merged into each
+MERGED = "merged"  # column of tokens that represent several: how many others were merged into each
 
 
 Placed = TypeVar("Placed", Window, Queries)
 
 
 def among(old: Placed, new: Placed) -> Placed:
-    """Both, by position, the dead first; an old entry gives way to a new one at its position."""
+    """Merge two sets of entries by position, dead ones first; a new entry replaces the old one at its position."""
     again = (old.pos[:, :, None] == new.pos[:, None]).any(2)
     both = replace(old, pos=jnp.where(again, -1, old.pos)).then(new)
     return both.ordered(jnp.argsort(both.pos, axis=1, stable=True))
@@ -36,27 +36,39 @@ def among(old: Placed, new: Placed) -> Placed:
 
 @value
 class Observation:
-    """The queries that a flush reads: the newest, which are kept, and those since the last flush; None: not needed."""
+    """The queries that a flush reads.
+
+    Attributes:
+        kept: the newest queries, which stay in the ring buffer, or None if not needed.
+        new: the queries since the last flush, or None if not needed.
+    """
 
     kept: Queries | None = None
     new: Queries | None = None
 
     @classmethod
     def of(cls, ring: Queries | None, needs: Needs, new: Queries | None = None) -> Observation:
-        """As many of a ring, oldest first, as are needed, and the new ones."""
+        """Take as many queries of a ring buffer, oldest first, as are needed, and the new ones."""
         return cls(kept=ring.newest(needs.queries) if ring is not None and needs.queries else None, new=new)
 
 
 @value
 class Tier:
-    """Encoded tokens in a fixed number of slots, in no particular order.
+    """Encoded tokens in a fixed number C of slots, in no particular order.
 
-    k, v: Code of C slots, or the Pages of one that lies elsewhere; pos i32[B,Hs,C], -1 empty; columns f32[B,H,C]; at
-    i32[B,Hs,C] where keys act, or None: at pos; head u8[B,1,C] whose slot it is in a pool, which all kv heads share and
-    where every other axis of heads is 1 too, or None: every head has C of its own; summary: the selector's index of the
-    units, or None; memo: what it remembers of each row, leaves [B,H,...], or None; taught: the codecs of keys and of
-    values with the arrays [B,H,...] that each row's prompt taught them, None: they learn nothing; marks: the `Marks` of
-    pos, where the steps of a block read the tier, or None.
+    Attributes:
+        k: Code of the keys, or Pages if they are offloaded.
+        v: Code of the values, or Pages if they are offloaded.
+        pos: i32[B,Hs,C] positions, -1 empty.
+        columns: f32[B,H,C] each, what the score stores per token.
+        at: i32[B,Hs,C] positions that keys are rotated to, or None if these are `pos`.
+        head: u8[B,1,C] kv head that owns each slot of a head-pooled tier, whose other head axes are 1 too; None if
+            every head has C slots of its own.
+        summary: the selector's page summaries, or None.
+        memo: the selector's per-row memo, leaves [B,H,...], or None.
+        taught: the key and the value codec with arrays [B,H,...] fitted on each row's prompt; None if nothing is
+            fitted.
+        marks: `Marks` of `pos` while the steps of a block read the tier, else None.
     """
 
     k: Any  # Code | Pages
@@ -72,15 +84,16 @@ class Tier:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of a mesh that divide its slots: where heads share codes, also the one that elsewhere divides heads.
+        """Mesh axes that divide the slots.
 
-        Heads share those of a pool, and those of a codec of all heads.
+        If heads share codes, these are the context axis and the axis that otherwise divides heads. Heads share the
+        codes of a head-pooled tier and of a codec that encodes all heads together.
         """
         shared = any(x.shape[1] == 1 for x in jax.tree.leaves((self.k, self.v)))
         return (HEADS, CONTEXT) if shared else (CONTEXT,)
 
     def seen_by(self, heads: int) -> Array:
-        """pos i32[B,Hs,C] for each of the kv heads; another head's slots of a pool are -1."""
+        """Return pos i32[B,Hs,C] as each kv head sees it; a head-pooled tier's slots of other heads are -1."""
         if self.head is None:
             return self.pos
         return jnp.where(self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None], self.pos, -1)
@@ -88,27 +101,33 @@ class Tier:
 
 @value
 class Common:
-    """Beginnings that several rows share, each held once, for good. Source: BatchLLM (2412.03594).
+    """Prefixes shared by several rows, each stored once and never changed. Source: BatchLLM (2412.03594).
 
-    held: of each beginning the tiers of every layer, of one row; of i32[B]: the beginning of each row, -1: none. The
-    row's own tiers hold what comes after it.
+    Attributes:
+        held: for each prefix, the tiers of every layer, with one row.
+        of: i32[B] prefix of each row, -1 for none. The row's own tiers hold the tokens after its prefix.
     """
 
     held: tuple[tuple[tuple[Tier, ...], ...], ...]
     of: Array
 
     def layer(self, i: int) -> Common:
-        """The part of one layer."""
+        """Return the part of layer i."""
         return replace(self, held=tuple((layers[i],) for layers in self.held))
 
 
 @value
 class LayerCache:
-    """One layer: the recent window (capacity R), the queries that its score keeps, and the tiers.
+    """Cache of one attention layer.
 
-    residual: the state of its merge, leaves [B,H,...], or None; share i32[B]: tokens that the tiers of each row may
-    hold, where its prompt was asked; or None: the budget's limit; common: the layer's part of what rows share, where
-    attention reads it, or None.
+    Attributes:
+        recent: recent window of R entries.
+        queries: ring buffer of the queries that the score needs, or None.
+        tiers: the tiers, first choice first.
+        residual: the merge's state, leaves [B,H,...], or None.
+        share: i32[B] tokens that the tiers of each row may hold, if its prompt decided (`Sizes.rows`); None for the
+            budget's limit.
+        common: the layer's part of shared prefixes while attention reads it, else None.
     """
 
     recent: Window
@@ -121,12 +140,19 @@ class LayerCache:
 
 @value
 class Cache:
-    """The cache of a batch of rows.
+    """Cache of a batch of rows. Immutable: every function returns a new one.
 
-    layers: of the blocks that attend; states: of those that recur, whose size no text changes; counts: tokens of each
-    row; fill i32[] entries used in every recent window; plan: the config of each layer; model; name: the config's
-    text; new: tokens after the prompt that it was made for; devices: that the slots of its tiers were made for; common:
-    what rows share, or None. A value: nothing changes it, every function returns a new one.
+    Attributes:
+        layers: the attention layers.
+        states: the states of recurrent blocks, whose size does not depend on the text.
+        counts: tokens of each row.
+        fill: i32[], entries in use in every recent window.
+        plan: the config of each layer.
+        model: the model's config.
+        name: text of the cache config.
+        new: number of tokens after the prompt that the cache has room for.
+        devices: number of devices that the tiers' slots were sized for.
+        common: shared prefixes, or None.
     """
 
     layers: tuple[LayerCache, ...]
@@ -142,27 +168,27 @@ class Cache:
 
     @property
     def seen(self) -> Array:
-        """i32[B] tokens of each row."""
+        """Tokens of each row, i32[B]."""
         return self.counts.seen
 
     @property
     def prompt(self) -> Array:
-        """i32[B] tokens of each row's prompt."""
+        """Prompt tokens of each row, i32[B]."""
         return self.counts.prompt
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every array of the layers and states, metadata included."""
+        """Bytes of all arrays of layers and states, metadata included."""
         return tree_bytes((self.layers, self.states, self.common))
 
     @property
     def on_host(self) -> int:
-        """Those of them that lie in the memory of the host."""
+        """Bytes in host memory."""
         return host_bytes(self.layers)
 
     @property
     def on_disk(self) -> int:
-        """Those that lie on disk, if every slot has its token."""
+        """Bytes on disk when every slot is in use."""
         return disk_bytes(self.layers)
 
     @property
@@ -181,59 +207,66 @@ class Cache:
         return tuple(self.reads(i, self.layers[:i], self.plan[i]) for i in range(len(self.layers)))
 
     def reads(self, i: int, below: Sequence[LayerCache], plan: LayerView) -> LayerCache:
-        """A layer as attention reads it: with the codes that one of those below holds for it, and with what its rows
-        have in common."""
+        """Return layer i as attention reads it: with codes stored in a lower layer, and with shared prefixes.
+
+        Args:
+            i: index of the layer.
+            below: the lower layers.
+            plan: config of layer i.
+        """
         return replace(lent(self.layers[i], below, plan), common=self.common and self.common.layer(i))
 
     @property
     def bare(self) -> Cache:
-        """The arrays alone: what a program takes over of a cache whose plan stays."""
+        """The arrays alone, for programs that take over a cache while its plan stays with the caller."""
         return replace(self, plan=(), name="", new=0)
 
     def dressed(self, bare: Cache) -> Cache:
-        """A bare cache with the plan of this one."""
+        """Return a `bare` cache with this cache's plan, name and `new`."""
         return replace(bare, plan=self.plan, name=self.name, new=self.new)
 
     @property
     def dtype(self) -> Any:
-        """Of exact keys and values, and of what waits to enter a state."""
+        """Dtype of exact keys and values, and of inputs that wait to enter a recurrent state."""
         return self.layers[0].recent.k.dtype if self.layers else self.states[0].raw.dtype
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return self.seen.shape[0]
 
     def kept(self) -> Array:
-        """i32[L,B,H]: tokens held per layer, row and kv head, recent window included."""
+        """Return the tokens held per layer, row and kv head, i32[L,B,H], recent window included."""
         if not self.layers:
             return jnp.zeros((0, self.rows, self.model.heads), jnp.int32)
         return jnp.stack([layer_kept(layer) for layer in self.read])
 
     def fork(self, n: int) -> Cache:
-        """n copies of every row, next to each other: the start of n continuations."""
+        """Return n adjacent copies of every row, to continue each n times; ValueError if n < 1."""
         if n < 1:
             raise ValueError(f"fork: n={n}; ask for at least one copy")
         return self.pick(jnp.repeat(jnp.arange(self.rows), n))
 
     def pick(self, index: Array) -> Cache:
-        """The rows i32[n], in that order; a row that is named twice is copied."""
+        """Return the rows at index i32[n], in that order; repeated rows are copied."""
         pick = lambda x: x.pick(index) if is_far(x) else x[index]  # noqa: E731
         return self._with(jax.tree.map(pick, self._rows, is_leaf=is_far))
 
     @property
     def _rows(self) -> Any:
-        """The arrays with an axis of rows."""
+        """All arrays with a row axis."""
         return self.layers, self.states, self.counts, None if self.common is None else self.common.of
 
     def _with(self, rows: Any) -> Cache:
+        """Return the cache with its `_rows` replaced."""
         layers, states, counts, of = rows
         common = None if self.common is None else replace(self.common, of=of)
         return replace(self, layers=layers, states=states, counts=counts, common=common)
 
     def put(self, slots: Array, rows: Cache) -> Cache:
-        """The cache with rows of another of the same plan in `slots` i32[n]; a slot of B or more is dropped.
+        """Copy rows of another cache of the same plan into `slots` i32[n]; slots of B or more are dropped.
 
-        The two must have flushed as long ago: one `fill` serves all rows.
+        Both caches must be equally many steps after their last flush, because one `fill` serves all rows.
         """
 
         def put(a: Any, b: Any) -> Any:
@@ -242,12 +275,15 @@ class Cache:
         return self._with(jax.tree.map(put, self._rows, rows._rows, is_leaf=is_far))
 
     def rollback(self, n: int) -> Cache:
-        """The cache without the newest n tokens of every row.
+        """Return the cache without the newest n tokens of every row.
 
-        Exact as far as the last flush: what a flush evicted or encoded cannot come back. Raises ValueError beyond it,
-        in any row. A batch flushes by its steps, so where a row paused among the newest n, the next flush comes n
-        tokens earlier than without them. The queries of earlier tokens that these n replaced are gone: `extend` refuses
-        a text behind which a score would ask for them.
+        Exact up to the last flush, because evicted and encoded tokens cannot be restored. If a row paused among the
+        newest n tokens, the batch's next flush comes n tokens earlier than without them, because flushes follow the
+        steps of the batch. Queries that these n tokens replaced in the ring buffer are lost: `extend` then refuses a
+        text after which a score would read them.
+
+        Raises:
+            ValueError: n goes beyond the last flush of some row, or a selector remembers what each step read.
         """
         if any(tier.remembers for layer in self.plan for tier in layer.tiers):
             raise ValueError(
@@ -270,7 +306,7 @@ class Cache:
                 queries = replace(queries, pos=jnp.where(queries.pos < seen[:, None], queries.pos, -1))
             return replace(layer, recent=recent, queries=queries)
 
-        # a step may take the memory of either
+        # A step may donate either cache, so they must not share memory.
         held, recurring, common = jax.tree.map(jnp.copy, (self.layers, self.states, self.common))
         layers = tuple(cut(layer) for layer in held)
         states = tuple(replace(x, count=x.count - n) for x in recurring)
@@ -279,7 +315,7 @@ class Cache:
         return replace(self, layers=layers, states=states, counts=counts, fill=fill, common=common)
 
     def _dense_tail(self, n: int) -> bool:
-        """Whether the newest n places of every recent window hold the newest n tokens: no row paused meanwhile."""
+        """Return whether the newest n entries of every recent window are the newest n tokens, with no pauses."""
         fill = int(self.fill)
         newest = (layer.recent.pos[:, fill - n : fill] for layer in self.layers[:1])
         return all(bool((pos >= self.seen[:, None] - n).all()) for pos in newest)
@@ -287,12 +323,17 @@ class Cache:
 
 @value
 class Decoding:
-    """The state of a decode loop.
+    """State of a decode loop.
 
-    cache; logits f32[B,V] behind the newest token of each row, alive or not; alive bool[B]; used bool[B,V] tokens seen
-    (for the penalty) or None; out i32[B,M] generated tokens, -1 after the end of a row; count i32[] columns of `out` in
-    use; trace f32[B,M,V] the logits that each token was drawn from, or None; forced i32[B,M]: tokens to take instead of
-    drawing, or None.
+    Attributes:
+        cache: the cache.
+        logits: f32[B,V] of the next token of each row, ended or not.
+        alive: bool[B], False for rows that have ended.
+        used: bool[B,V] tokens that a row contains, for the repetition penalty; or None.
+        out: i32[B,M] generated tokens, -1 after a row's end.
+        count: i32[], columns of `out` in use.
+        trace: f32[B,M,V] logits that each token was sampled from, or None.
+        forced: i32[B,M] tokens to take instead of sampling, or None.
     """
 
     cache: Cache
@@ -314,7 +355,16 @@ class Decoding:
         forced: Array | None = None,
         traced: bool = False,
     ) -> Decoding:
-        """The state before the first of at most `new` tokens; every row is alive."""
+        """Return the state before the first of at most `new` tokens; every row is alive.
+
+        Args:
+            cache: the cache after the prompt.
+            logits: f32[B,V] of the next token.
+            new: maximum number of tokens to generate.
+            used: bool[B,V], as in `Decoding`.
+            forced: i32[B,new], as in `Decoding`.
+            traced: whether to record the logits.
+        """
         b, vocab = logits.shape
         return cls(
             cache=cache,
@@ -329,7 +379,7 @@ class Decoding:
 
 
 def lent(layer: LayerCache, below: Sequence[LayerCache], plan: LayerView) -> LayerCache:
-    """The layer with the codes that one of those below holds for it, as attention reads it."""
+    """Return the layer as attention reads it: codes that a lower layer stores for it come from there."""
 
     def whole(i: int, tier: Tier, config: TierView) -> Tier:
         if not config.lender:
@@ -346,31 +396,32 @@ def _sides(source: Tier, tier: Tier, config: TierView) -> tuple[tuple[Code, Code
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays (or shapes) in a pytree, and of what its pages have on disk."""
+    """Return the bytes of all arrays, or shapes, in a pytree, and of its pages on disk."""
     return sum(int(x.size) * x.dtype.itemsize for x in jax.tree.leaves(tree)) + disk_bytes(tree)
 
 
 def host_bytes(tree: Any) -> int:
-    """Those that lie in the memory of the host."""
+    """Return the bytes of a pytree that are in host memory."""
     return sum(x.lines.on_host for x in _far(tree))
 
 
 def disk_bytes(tree: Any) -> int:
-    """Those that lie on disk."""
+    """Return the bytes of a pytree that are on disk."""
     return sum(x.lines.on_disk for x in _far(tree))
 
 
 def device_bytes(tree: Any) -> int:
-    """Those that lie on the device."""
+    """Return the bytes of a pytree that are on the device."""
     return tree_bytes(tree) - host_bytes(tree) - disk_bytes(tree)
 
 
 def _far(tree: Any) -> list[Pages]:
+    """List the offloaded codes of a pytree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_far) if is_far(x)]
 
 
 def layer_kept(layer: LayerCache) -> Array:
-    """i32[B,H] tokens of one layer."""
+    """Return the tokens that one layer holds, i32[B,H]."""
     b, h = layer.recent.k.shape[:2]
     total = jnp.broadcast_to((layer.recent.pos >= 0).sum(-1)[:, None], (b, h))
     for tier in layer.tiers:

@@ -1,4 +1,4 @@
-"""Records in a file without a name: written one after the other, read by number, and gone when the process is."""
+"""Disk-backed page file: appended records, read by number, in an unnamed file that vanishes with the process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK = 2048  # bytes; records are whole numbers of them
-ALIGN = 4096  # bytes: where the records of one write begin
-FAILED: deque[OSError] = deque(maxlen=8)  # of records of this process, the newest
-SHARE = 0.5  # of what is free when the file is opened: more is never written
+BLOCK = 2048  # bytes; the size of a record is a multiple of it
+ALIGN = 4096  # bytes; each write starts at a multiple of it
+FAILED: deque[OSError] = deque(maxlen=8)  # the newest errors of this process's records
+SHARE = 0.5  # maximum size of the file, as a fraction of the space that is free when it is opened
 
 
 class Records:
-    """Records of a process in a folder. A record is never changed: its number and its CRC-32 name the same bytes for
-    as long as the file has room, after which the oldest give way, and whoever still asks for one is told.
+    """Append-only record file of one process in a folder.
 
-    The file has no name: a process that is killed leaves nothing, and no other process can read it. most: bytes of the
-    file, None: half of what its disk has free; written: bytes of all records so far.
+    A record never changes: its number and CRC-32 identify the same bytes until the file is full. Then new records
+    overwrite the oldest, and reading an overwritten one raises OSError. The file has no name, so a killed process
+    leaves nothing behind and no other process can read it.
+
+    Attributes:
+        most: maximum bytes of the file; by default half of the disk's free space.
+        written: bytes of all records so far.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     records = Records(folder)
@@ -40,15 +44,19 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(self.folder)
         self.most = min(int(disk.f_bavail * disk.f_frsize * SHARE) if most is None else most, BLOCK << 31)
-        self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  it is open for as long as there are records
+        self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  stays open while the records exist
         weakref.finalize(self, self.file.close)
         self.written = self.end = 0
         self.lock = threading.Lock()
 
     def append(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Write u8[n,bytes], whole blocks each: the numbers i32[n] of their first blocks, and their sums u32[n].
+        """Write records u8[n,bytes], each a multiple of BLOCK.
 
-        OSError where the disk is full, or where they are more than the file may have.
+        Returns:
+            The numbers i32[n] of the records' first blocks, and their checksums u32[n].
+
+        Raises:
+            OSError: the disk is full, or the records exceed the file's maximum size.
         """
         n, size = records.shape
         flat = np.ascontiguousarray(records)
@@ -76,14 +84,23 @@ class Records:
             raise OSError(error.errno, cause, str(self.folder)) from error
 
     def read(self, numbers: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
-        """u8[n,size] of the records i32[n]; of -1 zeros. OSError for one whose sum u32[n] is another."""
+        """Read n records into u8[n,size]; number -1 reads as zeros.
+
+        Args:
+            numbers: i32[n], from `append`.
+            sums: u32[n] checksums, from `append`.
+            size: bytes of each record.
+
+        Raises:
+            OSError: a checksum differs, because the record was overwritten or damaged.
+        """
         with _noted():
             return self._read(numbers, sums, size)
 
     def _read(self, numbers: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
         out = np.zeros((len(numbers), size), np.uint8)
         here = np.flatnonzero(numbers >= 0)
-        breaks = np.flatnonzero(np.diff(numbers[here]) != size // BLOCK) + 1  # those that lie in a row are read at once
+        breaks = np.flatnonzero(np.diff(numbers[here]) != size // BLOCK) + 1  # adjacent records are read at once
         for run in np.split(here, breaks) if here.size else ():
             part = (
                 out[run[0] : run[-1] + 1] if run[-1] - run[0] + 1 == len(run) else np.empty((len(run), size), np.uint8)
@@ -96,7 +113,7 @@ class Records:
         return out
 
     def _fill(self, part: np.ndarray, start: int) -> bool:
-        """Whether the file has all of the bytes u8[n,size]; one call reads 2 GiB at most."""
+        """Read u8[n,size] from offset `start`; return False at the end of the file. One call reads at most 2 GiB."""
         left = part.data.cast("B")
         while left and (got := os.preadv(self.file.fileno(), [left], start)):
             left, start = left[got:], start + got
@@ -108,29 +125,31 @@ def _noted() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        FAILED.append(OSError(error.errno, error.strerror, error.filename))  # whose traceback would hold the pages
+        FAILED.append(OSError(error.errno, error.strerror, error.filename))  # a copy: a traceback would keep the pages
         raise
 
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    """What reading or writing a record raised inside of a program, as it was raised: jax has an error of its own, whose
-    text has that of the first."""
+    """Re-raise the OSError of a record that failed inside a JAX program.
+
+    JAX raises its own RuntimeError, whose text contains that of the OSError.
+    """
     try:
         yield
     except RuntimeError as error:
-        for found in tuple(FAILED):  # other threads go on
+        for found in tuple(FAILED):  # a copy, because other threads append
             if str(found) in str(error):
-                raise OSError(found.errno, found.strerror, found.filename) from error  # FAILED shall hold no frames
+                raise OSError(found.errno, found.strerror, found.filename) from error  # a copy, without a traceback
         raise
 
 
 _OPEN: dict[str, Records] = {}
-_OPENING = threading.Lock()  # programs of several threads ask at once
+_OPENING = threading.Lock()  # several threads may open a folder at once
 
 
 def records(folder: str) -> Records:
-    """Those of this process in a folder."""
+    """Return this process's records in a folder, opening them at first use."""
     with _OPENING:
         if folder not in _OPEN:
             _OPEN[folder] = Records(folder)

@@ -1,4 +1,4 @@
-"""The arrays of a layer that has seen nothing."""
+"""Allocation of empty layers, tiers and selector summaries."""
 
 from __future__ import annotations
 
@@ -20,9 +20,20 @@ from jkv.protocols import Code, Codec, Columns, Entered, Look, Selector
 def empty_side(
     codec: Codec, rows: int, heads: int, slots: int, dim: int, dtype: Any, together: int = 1, lender: int = 0
 ) -> tuple[Code, Codec | None]:
-    """Code of dead slots, and the codec of rows that taught it nothing, or None: it learns nothing.
+    """Allocate the keys or the values of a tier, all slots dead.
 
-    together, lender: as of a `TierConfig`; the code has no arrays where a lower layer has it.
+    Args:
+        codec: their codec.
+        rows: B.
+        heads: H.
+        slots: C.
+        dim: channels of a key or a value.
+        dtype: dtype of the cache.
+        together: as in `TierConfig`.
+        lender: as in `TierConfig`; the code has no arrays if a lower layer stores it.
+
+    Returns:
+        The code, and the codec with zero arrays [B,H,...] if it is fitted on prompts, else None.
     """
     layers = together if codec.layers > 1 else 1
     n = rows, layers * heads, slots
@@ -39,7 +50,7 @@ def empty_side(
 def empty_index(
     select: Selector, plan: LayerConfig, rows: int, model: ModelConfig, slots: int, dtype: Any
 ) -> tuple[Any, Any]:
-    """The summary of units that hold nothing, and the memo of rows that remember nothing."""
+    """Allocate a selector's summaries of empty pages and its empty memo."""
     queries = rows, model.heads, model.groups, model.head_dim
     found = index_shapes(select, queries, slots, plan.columns, dtype)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
@@ -48,8 +59,15 @@ def empty_index(
 def index_shapes(
     select: Selector, queries: tuple[int, int, int, int], slots: int, names: Iterable[str], dtype: Any
 ) -> tuple[Any, Any]:
-    """The shapes of a selector's summary and memo, for a step's queries [B,H,G,D], keys of the same type, and columns
-    of these names."""
+    """Return the shapes of a selector's summary and memo.
+
+    Args:
+        select: the selector.
+        queries: [B,H,G,D], shape of a step's queries.
+        slots: C.
+        names: names of the columns.
+        dtype: dtype of queries and keys.
+    """
     (b, h, g, d), n, u = queries, slots // select.unit, select.unit
     shape = jax.ShapeDtypeStruct
     columns = {name: shape((b, h, n, u), jnp.float32) for name in names}
@@ -68,7 +86,7 @@ def index_shapes(
 
 
 def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> Tier:
-    """A tier with no live slot."""
+    """Allocate a tier without live slots."""
     heads, dim, c = model.heads if plan.pooled is None else 1, model.head_dim, tier.capacity
     hs = 1 if plan.uniform else heads
     summary, memo = None, None
@@ -96,7 +114,7 @@ def empty_tier(tier: TierConfig, plan: LayerConfig, rows: int, model: ModelConfi
 
 
 def _check_hot(tier: TierConfig) -> None:
-    """ValueError for fewer pages that stay on the device than a step reads."""
+    """Raise ValueError if fewer pages stay resident on the device than a step reads."""
     if not tier.hot or tier.select is None:
         return
     reads = tier.select.reads(tier.capacity)
@@ -107,7 +125,7 @@ def _check_hot(tier: TierConfig) -> None:
 
 
 def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> LayerCache:
-    """A layer that has seen nothing."""
+    """Allocate an empty layer."""
     h, g, d, dv, r, n = model.heads, model.groups, model.head_dim, model.value_dim, plan.room, plan.queries
     recent = Window(
         k=jnp.zeros((rows, h, r, d), dtype),

@@ -1,8 +1,8 @@
-"""Codes in the memory of the host, or on its disk: what is read of them comes to the device, unit by unit, inside the
-program.
+"""Codes offloaded to host memory or disk; compiled programs fetch the pages that they read.
 
-A unit of a row and head is its bytes in blocks of 16 rows of 128 (`memory.lines`). So codecs, selectors and scores do
-not know where codes lie. Device memory holds what a step reads, and never the tier.
+A page holds the bytes of one unit of a row and head, in blocks of 16 x 128 bytes (`jkv.cache.offload_memory`), so
+codecs, selectors and scores do not depend on where codes are. Device memory holds only what a step reads, never the
+whole tier.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 @value
 class Pages:
-    """The code of a tier's keys or values away from the device; its leaves as bytes, unit by unit.
+    """Offloaded code of a tier's keys or values: the bytes of all its leaves, page by page.
 
-    lines: where these are. form: of the code of one unit, a tree and the shapes and types of its leaves. hot: what
-    stays on the device, or None; brought: it has all that is read.
+    Attributes:
+        lines: where the pages are.
+        hot: pages that stay resident on the device, or None.
+        form: the code of one unit: its tree, and the shapes and dtypes of its leaves.
+        brought: `hot` holds everything that the current step reads.
     """
 
     lines: Lines
@@ -41,9 +44,14 @@ class Pages:
 
     @classmethod
     def of(cls, code: Code, units: int, hot: int = 0, rank: str = "lru", disk: str = "") -> Pages:
-        """Room for `units` units as the code has them, of C slots [B,H,C,...], `hot` of them on the device; empty.
+        """Allocate empty pages for a code.
 
-        disk: the folder where they lie, "": in the memory of the host.
+        Args:
+            code: code of C slots [B,H,C,...], or its shapes.
+            units: number of pages.
+            hot: number of pages that stay resident on the device.
+            rank: their replacement policy.
+            disk: folder for the pages, "" for host memory.
         """
         leaves, tree = jax.tree.flatten(code)
         form = tree, tuple(((x.shape[2] // units, *x.shape[3:]), jnp.dtype(x.dtype).name) for x in leaves)
@@ -53,20 +61,26 @@ class Pages:
 
     @property
     def units(self) -> int:
+        """Number of pages of a row and head."""
         return self.lines.shape[2]
 
     def moved(self, units: int | None) -> int:
-        """Bytes of so many units of every row and head, None: of all."""
+        """Return the bytes of `units` pages of every row and head; None for all pages."""
         return prod(self.lines.shape[:2]) * self._bytes * (self.units if units is None else units)
 
     def shapes(self, n: int) -> Code:
-        """Shapes of the code of n units."""
+        """Return the shapes of the code of n pages."""
         tree, leaves = self.form
         lead = self.lines.shape[:2]
         return tree.unflatten(jax.ShapeDtypeStruct((*lead, n * shape[0], *shape[1:]), dtype) for shape, dtype in leaves)
 
     def read(self, units: Array, each: int = 1) -> Code:
-        """The code of `each` units from those i32[B,H,P] on, on the device; of -1 it may be anything."""
+        """Fetch pages to the device and return their code; a page of -1 may be anything.
+
+        Args:
+            units: i32[B,H,P], first page of each run.
+            each: number of pages of a run.
+        """
         b, h, p = units.shape
         if self.brought and self.hot is not None:
             return self._code(self.hot.read(units).reshape(b, h, p, -1))
@@ -75,18 +89,23 @@ class Pages:
         return self._code(found.reshape(b, h, p * each, -1))
 
     def bring(self, units: Array, alive: Array) -> Pages:
-        """With those that a step of rows bool[B] reads, i32[B,H,P], on the device, if some stay there."""
+        """Make the pages that a step reads resident on the device, if any pages are kept there.
+
+        Args:
+            units: i32[B,H,P], pages that the step reads.
+            alive: bool[B], rows that take part.
+        """
         if self.hot is None:
             return self
         return replace(self, hot=self.hot.bring(units, alive, self.lines.fetch), brought=True)
 
     def cut(self, start: Array, n: int) -> Code:
-        """n slots from `start`, whole units both."""
+        """Return n slots from `start`; both are multiples of the page size."""
         unit = self.unit
         return self.read(jnp.broadcast_to(per(start, unit), (*self.lines.shape[:2], 1)), n // unit)
 
     def write(self, units: Array, code: Code) -> Pages:
-        """With the code of m units at i32[B,Hi,m]; a number beyond the last is dropped."""
+        """Write the code of m pages at index i32[B,Hi,m]; indices beyond the last page are dropped."""
         b, h, _ = self.lines.shape
         m = units.shape[2]
         at = jnp.broadcast_to(jnp.minimum(units, self.units), (b, h, m))
@@ -94,33 +113,33 @@ class Pages:
         return replace(self, lines=self.lines.store(at, new))
 
     def pick(self, index: Array) -> Pages:
-        """The rows i32[n]."""
+        """Return the rows i32[n]."""
         return replace(self, lines=self.lines.pick(index), hot=jax.tree.map(lambda x: x[index], self.hot))
 
     def put(self, slots: Array, rows: Pages) -> Pages:
-        """With rows of another in `slots` i32[n]; a slot of B or more is dropped."""
+        """Copy rows of other pages into `slots` i32[n]; slots of B or more are dropped."""
         hot = jax.tree.map(lambda a, b: a.at[slots].set(b, mode="drop"), self.hot, rows.hot)
         return replace(self, lines=self.lines.put(slots, rows.lines), hot=hot)
 
     @property
     def unit(self) -> int:
-        """Slots of a unit: those of the leaf that has most."""
+        """Slots of a page: those of the leaf that has the most."""
         return max(shape[0] for shape, _ in self.form[1])
 
     @property
     def _bytes(self) -> int:
-        """Bytes of a unit of a row and head, as they move."""
+        """Bytes of a page of one row and head, padding included."""
         return self.lines.blocks * prod(BLOCK)
 
     def _lines(self, code: Code, m: int) -> Array:
-        """u8[B,H,m,bytes] of the code of m units."""
+        """Flatten the code of m pages to u8[B,H,m,bytes]."""
         parts = [_as_bytes(x).reshape(*x.shape[:2], m, -1) for x in jax.tree.leaves(code)]
         parts = [jnp.broadcast_to(x, (*self.lines.shape[:2], *x.shape[2:])) for x in parts]
         flat = jnp.concatenate(parts, -1)
         return jnp.pad(flat, ((0, 0),) * 3 + ((0, self._bytes - flat.shape[-1]),))
 
     def _code(self, flat: Array) -> Code:
-        """The inverse."""
+        """Invert `_lines`."""
         tree, leaves = self.form
         out, start = [], 0
         for shape, dtype in leaves:
@@ -146,23 +165,23 @@ def _apart(x: Array, item: int) -> Array:
 
 
 def is_far(code: Any) -> TypeIs[Pages]:
-    """Whether it lies on the host, or on its disk."""
+    """Return whether a code is offloaded."""
     return isinstance(code, Pages)
 
 
 def sample(code: Code | Pages) -> Code:
-    """A code on the device as it is, or the shapes of a unit of one that lies elsewhere."""
+    """Return a code on the device as it is, or the shapes of one page of an offloaded code."""
     return code.shapes(1) if is_far(code) else code
 
 
 def near(code: Code | Pages) -> Code:
-    """All of a code on the device: for what measures, never for a step."""
+    """Return all of a code on the device; for measurements only, because a step must never fetch the whole tier."""
     if not is_far(code):
         return code
     return code.read(jnp.zeros((*code.lines.shape[:2], 1), jnp.int32), code.units)
 
 
 def settled(tree: Any) -> Any:
-    """A tree of arrays, or of their shapes, whose pages lie where they are said to."""
+    """Return a tree of arrays, or of shapes, with its offloaded pages in the memory kind that they declare."""
     settle = lambda x: replace(x, lines=x.lines.settled()) if is_far(x) else x  # noqa: E731
     return jax.tree.map(settle, tree, is_leaf=is_far)

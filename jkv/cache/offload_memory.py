@@ -1,7 +1,7 @@
-"""Where pages lie that are not on the device: in the memory of the host, or in a file.
+"""Storage of offloaded pages: pinned host memory, or a file.
 
-A page is `blocks` blocks of 16 rows of 128 bytes, the form of which XLA's compilers for TPUs slice a part of the host's
-memory, and write one, without a copy of the whole: one axis, in front of the last two.
+A page is `blocks` blocks of 16 rows of 128 bytes, on one axis before the last two. In this form XLA for TPUs reads and
+writes a slice of host memory without copying all of it.
 """
 
 from __future__ import annotations
@@ -23,35 +23,44 @@ from jkv.arrays.pytree import static, value
 from jkv.cache import disk_pages
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-KIND = "pinned_host"  # of memory
-BLOCK = 16, 128  # rows, and bytes of a row: of fewer than 8 rows the compiler for TPUs writes no page
-AT_ONCE = 32  # transfers that are under way together
+KIND = "pinned_host"  # memory kind
+BLOCK = 16, 128  # rows and bytes per row; XLA for TPUs cannot write pages of fewer than 8 rows
+AT_ONCE = 32  # transfers in flight at once
 
 
 @value
 class Pinned:
-    """Pages in the memory of the host, u8[B,H,(units + 1) * blocks,16,128]: nobody reads the last page of a head, which
-    is where a write goes that is dropped."""
+    """Pages in host memory.
+
+    Attributes:
+        data: u8[B,H,(units + 1) * blocks,16,128]; the last page of each head receives dropped writes and is never read.
+        blocks: blocks per page.
+    """
 
     data: Array
     blocks: int = static()
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, heads, pages."""
+        """Rows, heads and pages."""
         b, h, count = self.data.shape[:3]
         return b, h, count // self.blocks - 1
 
     @property
     def on_host(self) -> int:
-        """Bytes in the memory of the host."""
+        """Bytes in host memory."""
         return int(prod(self.data.shape))
 
     on_disk = 0
 
     def fetch(self, head: Array, unit: Array, each: int = 1) -> Array:
-        """`each` pages u8[n,each*blocks,16,128] from unit i32[n] of head i32[n] (of all rows, one after the other) on,
-        on the device."""
+        """Copy pages to the device, u8[n,each*blocks,16,128].
+
+        Args:
+            head: i32[n], kv head of each run, counted over all rows.
+            unit: i32[n], first page of each run.
+            each: number of pages of a run.
+        """
         lines, size = self._lines, each * self.blocks
         every, n = head * self.data.shape[2] + unit * self.blocks, len(head)
 
@@ -71,7 +80,7 @@ class Pinned:
         return jax.lax.fori_loop(0, n // many, some, empty)
 
     def store(self, units: Array, new: Array) -> Pinned:
-        """With pages u8[B,H,m,blocks,16,128] at i32[B,H,m]; a number beyond the last is dropped."""
+        """Write pages u8[B,H,m,blocks,16,128] at index i32[B,H,m]; indices beyond the last page are dropped."""
         b, h, count, *block = self.data.shape
         start = jnp.arange(b * h).reshape(b, h, 1) * count
         first = (start + units * self.blocks).reshape(-1)
@@ -84,11 +93,11 @@ class Pinned:
         return replace(self, data=jax.lax.fori_loop(0, len(first), one, self._lines).reshape(self.data.shape))
 
     def pick(self, index: Array) -> Pinned:
-        """The rows i32[n]."""
+        """Return the rows i32[n]."""
         return replace(self, data=jnp.concatenate([_row(self.data, i) for i in index]))
 
     def put(self, slots: Array, rows: Any) -> Pinned:
-        """With rows of another in `slots` i32[n]; a slot of B or more is dropped."""
+        """Copy rows of other pages into `slots` i32[n]; slots of B or more are dropped."""
         data = self.data
         for i, slot in enumerate(slots):
             write = lambda _, x, i=i, at=slot: jax.lax.dynamic_update_slice_in_dim(x, _row(rows.data, i), at, 0)  # noqa: E731
@@ -96,26 +105,26 @@ class Pinned:
         return replace(self, data=data)
 
     def settled(self) -> Pinned:
-        """The same where it belongs, arrays or their shapes."""
+        """Return the pages, or their shapes, in host memory."""
         where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=KIND)
         if isinstance(self.data, jax.ShapeDtypeStruct):
             return replace(self, data=jax.ShapeDtypeStruct(self.data.shape, self.data.dtype, sharding=where))
         return replace(self, data=jax.device_put(self.data, HOST if isinstance(self.data, Tracer) else where))
 
     def placed(self) -> Pinned:
-        """Of shardings: that of the host's memory."""
+        """Return a tree of shardings with host memory as its memory kind."""
         return replace(self, data=self.data.with_memory_kind(KIND))  # type: ignore[attr-defined]
 
     def emptied(self) -> Pinned:
-        """Of shapes: nothing yet, which no device ever held."""
+        """Turn shapes into empty pages, allocated on the host without passing through a device."""
         return replace(self, data=np.zeros(self.data.shape, self.data.dtype)).settled()
 
     def whole(self) -> Pinned:
-        """All of it as one array, or its shape."""
+        """Return all pages as one array, or its shape."""
         return self
 
     def of(self, whole: Pinned) -> Pinned:
-        """The inverse."""
+        """Invert `whole`."""
         return whole
 
     @property
@@ -125,10 +134,15 @@ class Pinned:
 
 @value
 class Filed:
-    """Pages in a file of the process: the numbers i32[B,H,units] of their records, -1 where there is none, and their
-    sums u32[B,H,units] (`host.records`).
+    """Pages in a file of this process (`jkv.cache.disk_pages`).
 
-    A record is never changed, so a cache is a value here too: what a later one writes has other numbers.
+    A record never changes: later writes get new numbers, so a cache on disk is immutable too.
+
+    Attributes:
+        numbers: i32[B,H,units] record number of each page, -1 for none.
+        sums: u32[B,H,units] checksum of each page.
+        blocks: blocks per page.
+        folder: folder of the file.
     """
 
     numbers: Array
@@ -140,55 +154,55 @@ class Filed:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, heads, pages."""
+        """Rows, heads and pages."""
         b, h, units = self.numbers.shape
         return b, h, units
 
     @property
     def on_disk(self) -> int:
-        """Bytes of as many records as there may be."""
+        """Bytes on disk when every page is written."""
         return prod(self.numbers.shape) * self.blocks * prod(BLOCK)
 
     def fetch(self, head: Array, unit: Array, each: int = 1) -> Array:
-        """As `Pinned.fetch`; of pages that were never written, zeros. The program waits for the disk."""
+        """Copy pages to the device, as `Pinned.fetch`; unwritten pages are zeros. The program waits for the disk."""
         at = unit[:, None] + jnp.arange(each)[None]
         numbers, sums = (x.reshape(-1, x.shape[2])[head[:, None], at] for x in (self.numbers, self.sums))
         found = jax.ShapeDtypeStruct((len(head), each * self.blocks, *BLOCK), jnp.uint8)
         return jax.pure_callback(partial(_read, self.folder, found.shape), found, numbers, sums)
 
     def store(self, units: Array, new: Array) -> Filed:
-        """As `Pinned.store`: the pages become new records."""
+        """Write pages as new records, as `Pinned.store`."""
         numbers = jax.ShapeDtypeStruct(units.shape, jnp.int32)
         found = numbers, jax.ShapeDtypeStruct(units.shape, jnp.uint32)
         these, sums = io_callback(partial(_append, self.folder), found, new, units < self.shape[2])
         return replace(self, numbers=put(self.numbers, units, these), sums=put(self.sums, units, sums))
 
     def pick(self, index: Array) -> Filed:
-        """The rows i32[n], which share their records."""
+        """Return the rows i32[n], which share their records."""
         return replace(self, numbers=self.numbers[index], sums=self.sums[index])
 
     def put(self, slots: Array, rows: Any) -> Filed:
-        """With rows of another in `slots` i32[n]; a slot of B or more is dropped."""
+        """Copy rows of other pages into `slots` i32[n]; slots of B or more are dropped."""
         both = zip((self.numbers, self.sums), (rows.numbers, rows.sums), strict=True)
         numbers, sums = (x.at[slots].set(y, mode="drop") for x, y in both)
         return replace(self, numbers=numbers, sums=sums)
 
     def settled(self) -> Filed:
-        """The same: its arrays are the device's."""
+        """Return self: its arrays are on the device."""
         return self
 
     def placed(self) -> Filed:
-        """The same, of shardings."""
+        """Return self: its shardings need no memory kind."""
         return self
 
     def emptied(self) -> Filed:
-        """Of shapes: no record yet. OSError for a folder that cannot be written."""
+        """Turn shapes into pages without records; OSError if the folder is not writable."""
         disk_pages.records(self.folder)
         units = self.numbers.shape
         return replace(self, numbers=jnp.full(units, -1, jnp.int32), sums=jnp.zeros(units, jnp.uint32))
 
     def whole(self) -> Pinned:
-        """All of it as one array in memory, or its shape."""
+        """Return all pages as one array in memory, or its shape."""
         b, h, units = self.shape
         shape = b, h, (units + 1) * self.blocks, *BLOCK
         if isinstance(self.numbers, jax.ShapeDtypeStruct):
@@ -200,7 +214,7 @@ class Filed:
         return Pinned(data=data, blocks=self.blocks)
 
     def of(self, whole: Pinned) -> Filed:
-        """The inverse: what one array has becomes records."""
+        """Invert `whole`: write one array's pages as records."""
         data = np.asarray(whole.data)[:, :, : -self.blocks]
         every = np.ones(self.numbers.shape, bool)
         numbers, sums = _append(self.folder, data.reshape(*every.shape, self.blocks, *BLOCK), every)
@@ -211,7 +225,13 @@ Lines: TypeAlias = Pinned | Filed
 
 
 def empty(shape: tuple[int, int, int], blocks: int, disk: str = "") -> Lines:
-    """Room for pages of so many blocks, [B,H,units] of them, in the memory of the host or in a folder."""
+    """Allocate pages in host memory or in a folder.
+
+    Args:
+        shape: [B,H,units].
+        blocks: blocks per page.
+        disk: the folder, "" for host memory.
+    """
     if disk:
         numbers = jnp.full(shape, -1, jnp.int32)
         return Filed(numbers=numbers, sums=jnp.zeros(shape, jnp.uint32), blocks=blocks, folder=disk)
@@ -220,13 +240,17 @@ def empty(shape: tuple[int, int, int], blocks: int, disk: str = "") -> Lines:
 
 
 def _read(folder: str, shape: tuple[int, ...], numbers: Any, sums: Any) -> np.ndarray:
-    """u8 of this shape, of records u8[n,bytes] one after the other."""
+    """Read records u8[n,bytes] into an array of the given shape."""
     numbers, sums = np.asarray(numbers).reshape(-1), np.asarray(sums).reshape(-1)
     return disk_pages.records(folder).read(numbers, sums, prod(shape) // len(numbers)).reshape(shape)
 
 
 def _append(folder: str, new: Any, keep: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and sums of pages u8[B,H,m,blocks,16,128]; of those that are not kept bool[B,H,m], -1 and 0."""
+    """Write the pages u8[B,H,m,blocks,16,128] where keep bool[B,H,m] as records.
+
+    Returns:
+        Numbers i32[B,H,m], -1 where not kept, and checksums u32[B,H,m], 0 where not kept.
+    """
     keep = np.asarray(keep)
     numbers, sums = np.full(keep.shape, -1, np.int32), np.zeros(keep.shape, np.uint32)
     kept = np.asarray(new).reshape(*keep.shape, -1)[keep]
@@ -240,5 +264,5 @@ def _row(x: Array, i: Any) -> Array:
 
 
 def reachable() -> bool:
-    """Whether the device's programs reach memory of the host."""
+    """Return whether programs on the device can access host memory."""
     return any(memory.kind == KIND for memory in jax.local_devices()[0].addressable_memories())

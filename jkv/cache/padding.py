@@ -1,4 +1,4 @@
-"""Right-aligned rows of token ids, and their positions."""
+"""Right-aligned token ids and their positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax import Array
 
 
 def bucket(n: int) -> int:
-    """The padded length for n tokens: few distinct lengths, so few programs; at most a quarter is padding.
+    """Round n tokens up to a padded length: few distinct lengths, hence few programs, and at most 25% padding.
 
     >>> [bucket(n) for n in (1, 65, 512, 700)]
     [64, 80, 512, 768]
@@ -20,13 +20,13 @@ def bucket(n: int) -> int:
 
 
 def positions(ids: Array, seen: Array) -> Array:
-    """i32[B,T] positions of right-aligned tokens; ids are -1 in the padding, and so are positions."""
+    """Return positions i32[B,T] of right-aligned token ids, both -1 in the padding, after `seen` i32[B] tokens."""
     live = ids >= 0
     return jnp.where(live, seen[:, None] + jnp.cumsum(live, 1) - 1, -1).astype(jnp.int32)
 
 
 def pad(rows: list[list[int]], length: int) -> Array:
-    """i32[B,length], right-aligned, -1 in the padding."""
+    """Right-align rows of token ids in i32[B,length], -1 in the padding."""
     out = np.full((len(rows), length), -1, np.int32)
     for i, ids in enumerate(rows):
         out[i, length - len(ids) :] = ids

@@ -1,7 +1,7 @@
-"""Pages of the host that stay on the device: a fixed number of slots of each row and head, of which a step fills a few.
+"""Device-resident cache of offloaded pages: a fixed number of slots per row and head.
 
-A page that a step asks for and that has a slot is a hit and does not move. For a miss the page of least worth gives
-way, and the step waits: what is read is the same bytes, whatever was there.
+A page that a step reads is a hit if it has a slot. A miss replaces the page of lowest worth, and the step waits for the
+transfer. The bytes that a step reads do not depend on which pages are resident.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from jkv.arrays.pytree import static, value
 
 RANKS = ("lru", "fifo", "uses")
 Fetch = Callable[[Array, Array], Array]
-TOGETHER = 8  # misses whose transfers are begun together
+TOGETHER = 8  # missed pages that are transferred at once
 
 
 @value
 class Hot:
-    """N slots of a row and head, and one more that nobody reads.
+    """Resident pages: N slots per row and head, and one more that receives dropped writes.
 
-    units i32[B,H,N]: whose page a slot has, -1: none; worth i32[B,H,N]: the last step that read it ("lru"), the one
-    that brought it ("fifo"), or how many read it ("uses"), by `rank`; data u8[B,H,N+1,...]; steps, hits, misses
-    i32[B,1]: of all pages that the steps of a row asked for.
+    Attributes:
+        units: i32[B,H,N] page in each slot, -1 for none.
+        worth: i32[B,H,N] replacement priority by `rank`: last step that read the page ("lru"), step that fetched it
+            ("fifo"), or number of reads ("uses").
+        data: u8[B,H,N+1,...] pages.
+        steps: i32[B,1] steps of each row.
+        hits: i32[B,1] pages that these steps found resident.
+        misses: i32[B,1] pages that these steps had to fetch.
+        rank: replacement policy, one of RANKS.
     """
 
     units: Array
@@ -40,35 +46,41 @@ class Hot:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], slots: int, rank: str) -> Hot:
-        """Empty slots for pages u8[B,H,...] of this shape."""
+        """Allocate empty slots for pages u8[B,H,...] of this shape."""
         b, h, *page = shape
         table, row = jnp.zeros((b, h, slots), jnp.int32), jnp.zeros((b, 1), jnp.int32)
         data = jnp.zeros((b, h, slots + 1, *page), jnp.uint8)
         return cls(units=table - 1, worth=table, data=data, steps=row, hits=row, misses=row, rank=rank)
 
     def _where(self, asked: Array) -> tuple[Array, Array]:
-        """Whether pages i32[B,H,P] have a slot, and which."""
+        """Return whether pages i32[B,H,P] are resident, and their slots."""
         equal = (asked[..., None] == self.units[:, :, None]) & (asked >= 0)[..., None]
         return equal.any(-1), equal.argmax(-1).astype(jnp.int32)
 
     def read(self, asked: Array) -> Array:
-        """u8[B,H,P,...] of pages i32[B,H,P] that have slots; of -1 anything."""
+        """Return resident pages i32[B,H,P] as u8[B,H,P,...]; a page of -1 may be anything."""
         return take(self.data, self._where(asked)[1])
 
     def bring(self, asked: Array, alive: Array, fetch: Fetch) -> Hot:
-        """With all of the pages i32[B,H,P] that a step of rows bool[B] asks for, all different, or -1; P is at most N.
+        """Make all pages that a step reads resident.
 
-        fetch(i32[n], i32[n]): u8[n,...] of the host, of these heads (of all rows, one after the other) and pages.
+        Args:
+            asked: i32[B,H,P] distinct pages, or -1; P is at most N.
+            alive: bool[B], rows that take the step.
+            fetch: fetch(head i32[n], page i32[n]) reads u8[n,...] from the host; heads are counted over all rows.
         """
         b, h, n = self.units.shape
+        # Find hits and misses.
         asked = jnp.where(alive[:, None, None], asked, -1)
         there, slot = self._where(asked)
         miss = (asked >= 0) & ~there
         kept = put(jnp.zeros((b, h, n), bool), jnp.where(there, slot, n), jnp.ones(asked.shape, bool))
+        # Assign a slot to each miss: empty slots first, then those of lowest worth that this step does not read.
         least = jnp.where(kept, jnp.iinfo(jnp.int32).max, jnp.where(self.units < 0, -1, self.worth))
         order = jnp.argsort(least, -1).astype(jnp.int32)
         turn = jnp.cumsum(miss, -1) - 1
         slot = jnp.where(miss, take_along(order, jnp.maximum(turn, 0), 2), jnp.where(there, slot, n))
+        # Update the table, the worth of each page, and the data.
         arrived, now = jnp.where(miss, slot, n), jnp.broadcast_to(self.steps[..., None] + 1, asked.shape)
         old = take(self.worth, jnp.minimum(slot, n - 1))
         after = {"lru": now, "fifo": jnp.where(there, old, now), "uses": jnp.where(there, old + 1, 1)}[self.rank]
@@ -84,11 +96,11 @@ class Hot:
         )
 
     def _filled(self, asked: Array, slot: Array, miss: Array, fetch: Fetch) -> Array:
-        """The data after the pages that were missed have come, TOGETHER at a time, as often as there are any."""
+        """Fetch the missed pages, TOGETHER at a time, and return the data with them."""
         b, h, n = self.units.shape
         head = jnp.broadcast_to(jnp.arange(b * h).reshape(b, h, 1), asked.shape).reshape(-1)
         first = jnp.argsort(~miss.reshape(-1), stable=True)
-        first = jnp.pad(first, (0, -len(first) % TOGETHER), constant_values=-1)  # the last one again
+        first = jnp.pad(first, (0, -len(first) % TOGETHER), constant_values=-1)  # repeats the last entry
         places = head * (n + 1) + slot.reshape(-1)
         pages = head, jnp.maximum(asked, 0).reshape(-1)
         lines = self.data.reshape(b * h * (n + 1), *self.data.shape[3:])

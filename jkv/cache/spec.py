@@ -1,4 +1,4 @@
-"""The config of one layer and of its tiers, every number known."""
+"""Resolved config of one layer and its tiers, every number known."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ T = TypeVar("T")
 
 
 def _base(x: Any, cls: type[T]) -> T:
-    """The part of x that a class which it extends declares."""
+    """Return x reduced to the fields of its base class `cls`."""
     return cls(**{f.name: getattr(x, f.name) for f in fields(cls)})  # type: ignore[arg-type]  # all parts are dataclasses
 
 
 @part
 class Pruning:
-    """Of a prompt, the tokens that go on to the layers above: `size` of a row (int), or a share of them (float).
+    """Prompt tokens that continue to the layers above: those of highest rank over all heads.
 
-    Those of the highest rank over all heads; those that stay exact in any case go on in any case.
+    Tokens that always stay exact always continue.
+
+    Attributes:
+        size: tokens per row (int), or a fraction of them (float).
     """
 
     size: int | float
 
     def most(self, length: int) -> int:
-        """Tokens of the longest of rows of `length` tokens."""
+        """Return the maximum number of continuing tokens of a row of `length` tokens."""
         return min(self.size if isinstance(self.size, int) else ceil(self.size * length), length)
 
     def count(self, tokens: Array) -> Array:
-        """i32[B] of rows of i32[B] tokens."""
+        """Return the number of continuing tokens i32[B] of rows with i32[B] tokens."""
         if isinstance(self.size, int):
             return jnp.minimum(tokens, self.size)
         return jnp.floor(self.size * tokens.astype(jnp.float32)).astype(jnp.int32)
@@ -42,10 +45,17 @@ class Pruning:
 
 @part
 class TierView:
-    """A tier as attention reads it: codecs of keys and values, the selector of its units, and the kernels allowed.
+    """The part of a tier's config that attention depends on.
 
-    rope: as in TierSpec; keys that are rotated when they are read are stored before the rotation (`pre_rope`). lender:
-    how many layers below the one is whose codes it reads, 0: it has its own.
+    Attributes:
+        k: codec of the keys.
+        v: codec of the values.
+        rope: when keys are rotated, as in `TierSpec`: "write", or "read" and "rank", whose keys are stored before
+            rotation.
+        select: selector of the tier's pages, or None to read everything.
+        unit: tokens that enter and leave the tier together.
+        kernels: allowed kernels, "auto", "xla", "tpu" or "gpu".
+        lender: how many layers below is the layer that stores this one's codes; 0 if it stores its own.
     """
 
     k: Codec = leaf()
@@ -58,45 +68,53 @@ class TierView:
 
     @property
     def pre_rope(self) -> bool:
+        """Whether keys are stored before rotation and rotated when they are read."""
         return self.rope != "write"
 
     @property
     def taught(self) -> bool:
-        """Whether a codec learns of each prompt."""
+        """Whether a codec is fitted on each prompt."""
         return self.k.taught or self.v.taught
 
     def of(self, tier: Any) -> Self:
-        """This config with the codecs that a tier's rows have taught."""
+        """Return this config with the codecs fitted on the prompts of a tier's rows."""
         k, v = tier.taught
         return replace(self, k=self.k if k is None else k, v=self.v if v is None else v)
 
     def values(self, tier: Any) -> Any:
-        """The code that a tier's values are in."""
+        """Return the code that holds a tier's values: its own, or the keys' if values are channels of the keys."""
         return tier.k if self.v.within else tier.v
 
     @property
     def stateful(self) -> bool:
-        """Whether its selector is told what every step attended to."""
+        """Whether the selector observes the attention of every step."""
         return self.select is not None and self.select.stateful
 
     @property
     def remembers(self) -> bool:
-        """Whether its selector goes by what earlier steps read."""
+        """Whether the selector depends on what earlier steps read."""
         return self.select is not None and (self.select.stateful or self.select.remembers)
 
     @property
     def follows(self) -> bool:
-        """Whether its selector goes by what a lower layer picked."""
+        """Whether the selector depends on the pages that a lower layer picked."""
         return self.select is not None and self.select.follows
 
 
 @part
 class TierConfig(TierView):
-    """A tier of one layer: also its slots, how many may be in use, its share of what is stored, whether it evicts.
+    """Config of one tier of a layer.
 
-    together: layers that are coded together, this one being the `lender`-th of them. far: whether codes of keys, and of
-    values, lie on the host; disk: in which folder then, "": in its memory; hot: pages of a head that stay on the
-    device, by which rank.
+    Attributes:
+        capacity: number of slots.
+        most: number of slots that may be in use; fewer than `capacity` if that was rounded up.
+        share: fraction of the stored tokens that go to this tier, or None if its size is fixed.
+        evicts: whether tokens can be evicted from the tier.
+        together: number of layers that are encoded together; this one is number `lender` of them.
+        far: whether the codes of keys, and of values, are offloaded.
+        disk: folder for offloaded codes, "" for host memory.
+        hot: number of offloaded pages per head that stay resident on the device.
+        hot_by: replacement policy of resident pages: "lru", "fifo" or "uses".
     """
 
     capacity: int
@@ -111,29 +129,43 @@ class TierConfig(TierView):
 
     @property
     def view(self) -> TierView:
+        """The part that attention depends on."""
         return _base(self, TierView)
 
     @property
     def divides(self) -> bool:
-        """Whether what its first slots hold depends on nothing that comes later."""
+        """Whether the contents of its first slots never depend on later tokens."""
         own = self.together == 1 and not any(self.far) and not self.taught
         return own and not self.evicts and self.select is None and self.rope != "rank"
 
 
 @part
 class Unmarked(Score):
-    """The score of tokens of which nothing is remembered: they have no columns and do not expire."""
+    """Score of a layer that stores no columns and whose tokens do not expire."""
 
 
 @part
 class LayerView:
-    """The part of a layer's config that attention depends on: layers and caches of one view share its programs.
+    """The part of a layer's config that attention depends on; layers with equal views share compiled programs.
 
-    A flush depends on all of LayerConfig. score: for the columns of new tokens, `Unmarked` if they have none.
-    sinks: tokens that stay exact in the recent window, at its first places: the first of a text, and the `predicted`
-    ones of a prompt. stay = sinks + recent +
-    unit - 1 entries can be left there by a flush, room = stay + block is its size. columns: the names of what the score
-    remembers of a token; expires: its tokens may (`Score.expires`). coded: as of a `Prefill`.
+    A flush depends on all of LayerConfig.
+
+    Attributes:
+        score: computes the columns of new tokens; `Unmarked` if there are none.
+        needs: runtime inputs of the layer's methods.
+        columns: names of the columns that the score stores per token.
+        expires: whether tokens may expire (`Score.expires`).
+        tiers: config of each tier.
+        merge: the merge, or None.
+        sinks: tokens that stay exact in the first places of the recent window: first tokens of a text and `predicted`
+            ones.
+        predicted: sinks that are chosen anywhere in a prompt.
+        recent: newest tokens, which always stay exact.
+        block: decode steps between two flushes.
+        unit: tokens that are kept or evicted together.
+        window: width of the model's sliding window, None for full attention.
+        coded: prompt queries attend to keys and values as they will be stored (`Prefill.coded`).
+        kernels: allowed kernels.
     """
 
     score: Score = leaf()
@@ -153,38 +185,46 @@ class LayerView:
 
     @property
     def exact(self) -> int:
-        """Tokens of a long text that no tier holds: its sinks and its newest."""
+        """Tokens of a long text that no tier holds: sinks + recent."""
         return self.sinks + self.recent
 
     @property
     def stay(self) -> int:
+        """Entries that a flush can leave in the recent window: sinks + recent + unit - 1."""
         return self.exact + self.unit - 1
 
     @property
     def room(self) -> int:
+        """Size of the recent window: stay + block."""
         return self.stay + self.block
 
     @property
     def queries(self) -> int:
-        """Queries in the ring, the newest: as many as are read at a flush."""
+        """Size of the query ring buffer: as many queries as a flush reads."""
         return max(self.needs.queries, self.block if self.needs.new else 0)
 
     @property
     def taught(self) -> bool:
-        """Whether the codecs of a tier learn of each prompt, of which then is all that this tier holds."""
+        """Whether a tier's codec is fitted on each prompt; that tier then holds prompt tokens only."""
         return any(tier.taught for tier in self.tiers)
 
     @property
     def select(self) -> Selector | None:
-        """The selector of the tiers that are not read as a whole."""
+        """The selector of the tiers that have one, or None."""
         return next((tier.select for tier in self.tiers if tier.select is not None), None)
 
 
 @part
 class LayerConfig(LayerView):
-    """The config of one layer, every number known.
+    """Config of one layer, every number known.
 
-    size: what it gets of the budget. pooled: the share that a head of a pool is sure of, or None.
+    Attributes:
+        tiers: config of each tier.
+        budget: the budget whose `limit` each flush calls.
+        size: the layer's part of the budget.
+        pooled: fraction of an equal share that each head of a head-pooled tier is guaranteed; None without pooling.
+        longest: maximum number of positions of a row.
+        pruning: prompt tokens that continue to the next layer, or None for all.
     """
 
     tiers: tuple[TierConfig, ...] = leaf()
@@ -196,11 +236,12 @@ class LayerConfig(LayerView):
 
     @property
     def capacity(self) -> int:
-        """Tokens that a head holds at most, in a pool their mean."""
+        """Maximum number of tokens per kv head; their mean over heads if heads share slots."""
         return self.size.tokens + self.size.beyond
 
     @property
     def view(self) -> LayerView:
+        """The part that attention depends on."""
         marks = self.columns or self.expires
         return replace(
             _base(self, LayerView),
@@ -211,16 +252,16 @@ class LayerConfig(LayerView):
 
     @property
     def together(self) -> int:
-        """Layers that are coded together, this one among them."""
+        """Number of layers that are encoded together, this one included."""
         return max((tier.together for tier in self.tiers), default=1)
 
     def lower(self, layers: tuple[T, ...]) -> T | None:
-        """Of the layers below, the one whose cache the score reads."""
+        """Return the entry of the lower layer whose cache the score reads, or None."""
         return None if self.needs.layer is None else layers[self.needs.layer]
 
     @property
     def divides(self) -> bool:
-        """Whether the first tokens of a text are kept alike whatever follows, so rows can share them (`Common`)."""
+        """Whether a text's first tokens are stored alike whatever follows, so rows can share them (`Common`)."""
         alone = self.merge is None and self.pooled is None and self.pruning is None
         alone = alone and not (self.coded or self.predicted)
         plain = not self.columns and not self.expires and self.needs == Needs()
@@ -228,6 +269,6 @@ class LayerConfig(LayerView):
 
     @property
     def uniform(self) -> bool:
-        """Whether all heads have a token in the same slot."""
+        """Whether all heads hold the same token in the same slot."""
         arranged = self.select is not None and self.select.arranges
         return self.score.uniform and not arranged

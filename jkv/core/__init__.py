@@ -1,1 +1,4 @@
-"""The one transition of a cache, and what runs it; knows no method, no text and no file."""
+"""Transitions of a cache (flush, prefill, step, decode) with their compilation and sharding.
+
+Nothing here knows a method, text or files.
+"""

@@ -1,4 +1,4 @@
-"""Prompts that are put together of passages which were read apart: keys at new places, and some tokens read again."""
+"""Chunk reuse: prompts joined from chunks that were prefilled apart, with some tokens recomputed (CacheBlend)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,33 @@ from jkv.models import ModelConfig, Params
 
 
 class Choice:
-    """Which of the tokens that are held a layer's values call for, to be read on.
+    """Choice of the reused tokens to recompute, by comparing their values before and after.
 
-    last: newest tokens whose attention in this layer it asks for.
+    Attributes:
+        last: number of newest tokens whose attention in the check layer is needed.
     """
 
     last: int = 0
 
     def __call__(self, old: Array, new: Array, paid: Array | None, held: Array) -> Array:
-        """f32[B,T]: the highest first, -inf for those that are not read. old, new f[B,H,T,D]: their values as held, and
-        among the others; paid f32[B,T]: what the `last` tokens pay to each, over all heads; held bool[B,T]."""
-        raise NotImplementedError  # its own in every choice
+        """Score reused tokens, f32[B,T]: the highest are recomputed first, -inf never.
+
+        Args:
+            old: f[B,H,T,D], reused values.
+            new: f[B,H,T,D], values recomputed among the other tokens.
+            paid: f32[B,T], attention from the `last` newest tokens, summed over all heads; or None.
+            held: bool[B,T], which tokens are reused.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Moved(Choice):
-    """By the squared change of a value; only beyond the mean by so many standard `deviations`, if that is asked."""
+    """Choose by squared change of the value.
+
+    Attributes:
+        deviations: only tokens this many standard deviations above the mean change, or None for all.
+    """
 
     deviations: float | None = None
 
@@ -49,8 +60,13 @@ class Moved(Choice):
 
 @dataclass(frozen=True)
 class Relayed(Choice):
-    """By the direction of a value, 1 - cos over all heads, or by what the `last` tokens pay to it: those beyond so many
-    times the mean of either."""
+    """Choose by change of direction of the value, 1 - cos over all heads, or by attention received.
+
+    Attributes:
+        diff: a token counts if its change exceeds this multiple of the mean change.
+        down: a token counts if its attention exceeds this multiple of the mean attention.
+        last: number of newest tokens whose attention is used.
+    """
 
     diff: float
     down: float
@@ -61,7 +77,7 @@ class Relayed(Choice):
         rounding, (old, new) = 8 * jnp.finfo(old.dtype).eps, (x.astype(jnp.float32) for x in (old, new))
         dot, a, b = ((x * y).sum((1, 3)) for x, y in ((old, new), (old, old), (new, new)))
         turned = 1 - dot / jnp.sqrt(jnp.maximum(a * b, 1e-30))
-        turned = jnp.where(turned > rounding, turned, 0)  # what a prompt and a step make of one token differs so much
+        turned = jnp.where(turned > rounding, turned, 0)  # rounding: prefill and decode step differ this much
         beyond, far = jnp.zeros_like(paid), jnp.zeros(held.shape, bool)
         for x, times in ((turned, self.diff), (paid, self.down)):
             mean = x.mean(1, keepdims=True, where=held)
@@ -72,8 +88,16 @@ class Relayed(Choice):
 
 @dataclass(frozen=True)
 class Again:
-    """Which of the tokens that are held are read again: at layer `check`, up to which all are, `choice` says who goes
-    on, at most `share` of them, up to layer `until` (None: the last). check None: none."""
+    """Which reused tokens are recomputed.
+
+    All are recomputed up to layer `check`; there `choice` selects those that continue.
+
+    Attributes:
+        share: maximum fraction of the reused tokens that continue.
+        check: the layer at which tokens are selected, or None to recompute none.
+        until: the last layer that recomputes reused tokens, or None for the last of the model.
+        choice: the selection.
+    """
 
     share: float = 0.0
     check: int | None = None
@@ -100,16 +124,27 @@ def blended(
     parts: int,
     run: Run = call,
 ) -> tuple[Cache, tuple[Array, ...], tuple[Array, ...]]:
-    """A cache made by `CacheConfig.uncompressed`, which holds the tokens i32[B,T] (right-aligned, -1: a pad) as they
-    were read apart, after some of them have been read again among the others; the positions i32[B,R] that each layer
-    read; and what these paid to each part of the prompt, f32[B,R,parts].
+    """Join reused chunks into one uncompressed prompt, and recompute some of their tokens.
 
-    old i32[B,T]: where they stood when they were read, whose keys are turned to where they stand; new bool[B,T]: tokens
-    that all layers read, as nothing is held of them; of the others at most `most` i32[], as `again` says. rows: so many
-    are read at most from `again.check` on, and of `new` alone. part i32[B,T]: whose share of attention is wanted, or
-    parts=0: nobody's.
+    Args:
+        params: the model.
+        cache: a cache made by `CacheConfig.uncompressed` that holds the chunks; it is donated.
+        ids: i32[B,T] token ids of the whole prompt, right-aligned, -1 for padding.
+        old: i32[B,T] positions at which the reused tokens were prefilled; their keys are rotated to the new ones.
+        new: bool[B,T] tokens that are not reused, which all layers compute.
+        most: i32[] maximum number of reused tokens that continue after `again.check`.
+        part: i32[B,T] part of the prompt that each token belongs to, for the attention that is returned.
+        rows: maximum number of tokens computed from `again.check` on, and maximum number of `new` tokens.
+        again: which tokens are recomputed.
+        parts: number of parts, 0 if no attention is needed.
+        run: how programs are run, see `flow`.
+
+    Returns:
+        The cache; the positions i32[B,R] that each layer computed; and for each layer the attention f32[B,R,parts] that
+        these paid to each part (empty if parts is 0).
     """
     model, stay, check = cache.model, cache.stay, again.check
+    # Embed the whole prompt at its new positions.
     at = jnp.where(ids < 0, -1, jnp.cumsum(ids >= 0, 1) - 1)
     x, pos, counts, steps = run(embedded, params.ends, ids, cache.counts, cache.fill, at, stay=stay, later=False)
     layers: tuple[LayerCache, ...] = ()
@@ -119,12 +154,13 @@ def blended(
         x, pos, ids = run(taken, x, pos, ids, run(entries, new, rows=rows[0]))
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
         one, view = params.block(i), plan.view
+        # Rotate the reused keys, compute the tokens, and flush.
         layer = run(turned, layer, old, at, model=one.config, stay=stay)
         before = run(copied, layer.recent.v) if i == check else None
         asks = parts or (i == check and again.choice.last)
         if asks:
             view = replace(view, needs=replace(view.needs, prompt=True))
-        # of the last block nobody reads the output
+        # The last block's output is not needed.
         how = {"fresh": True, "rows": 1 if i == model.depth - 1 and not asks else None, "placed": True}
         read += (pos,)
         x, window, observation, queries = run(attended, one, layer, view, x, pos, ids, steps, **how)
@@ -133,6 +169,7 @@ def blended(
         lower, how = plan.lower(layers), {"model": one.config, "fresh": True, "prunes": False}
         layer = replace(layer, queries=None)
         layer, _ = run(flushed, layer, window, replace(observation, new=None), plan, counts, lower, **how)
+        # At the check layer, select the tokens that continue.
         if before is not None:
             how = {"model": one.config, "rows": rows[0], "stay": stay, "choice": again.choice}
             on = run(chosen, before, layer.recent, observation.new, at, new, most, view, **how)
@@ -145,7 +182,7 @@ def blended(
 
 @program(arguments=(ANY, None, None), results=ANY, static_argnames=("model", "stay"), donate_argnames=("layer",))
 def turned(layer: LayerCache, old: Array, at: Array, model: ModelConfig, stay: int) -> LayerCache:
-    """A layer in whose window, up to entry `stay`, are keys of tokens which stood at old i32[B,T] and now at `at`."""
+    """Rotate the keys of a layer's window, up to entry `stay`, from positions old i32[B,T] to `at` i32[B,T]."""
     rope, window, here = model.ropes[0], layer.recent, slice(stay - old.shape[1], stay)
     k = window.k[:, :, here]
     back = rope.rotate(k.astype(jnp.float32), old[:, None], inverse=True)
@@ -155,13 +192,20 @@ def turned(layer: LayerCache, old: Array, at: Array, model: ModelConfig, stay: i
 
 @program(arguments=(None,), results=None, static_argnames=("rows",))
 def entries(chosen: Array, rows: int) -> Array:
-    """i32[B,rows]: the entries of bool[B,T] that are chosen, in order, behind -1."""
+    """Return the indices i32[B,rows] of the True entries of bool[B,T], in order, left-padded with -1."""
     return jnp.sort(jnp.where(chosen, jnp.arange(chosen.shape[1]), -1), 1)[:, -rows:].astype(jnp.int32)
 
 
 @program(arguments=(None, None, None), results=None, static_argnames=("rows",))
 def still(pos: Array, new: Array, at: Array, rows: int) -> Array:
-    """i32[B,rows]: of rows at pos i32[B,R] those of tokens new bool[B,T] at i32[B,T], in order, behind -1."""
+    """Return the entries i32[B,rows] that hold `new` tokens, in order, left-padded with -1.
+
+    Args:
+        pos: i32[B,R] positions of the current entries.
+        new: bool[B,T] tokens to keep.
+        at: i32[B,T] positions of the tokens.
+        rows: number of entries to return.
+    """
     wanted = ((pos[:, :, None] == at[:, None]) & new[:, None] & (pos >= 0)[:, :, None]).any(2)
     return entries(wanted, rows)
 
@@ -184,7 +228,21 @@ def chosen(
     stay: int,
     choice: Choice,
 ) -> Array:
-    """i32[B,rows]: the entries that are read on, as `blended` says, by values before and after a layer."""
+    """Select the entries i32[B,rows] that continue after the check layer, by values before and after it.
+
+    Args:
+        before: f[B,H,W,D] values of the window before the layer.
+        window: the window after it.
+        queries: queries of the layer, or None if the choice needs none.
+        at: i32[B,T] positions of the prompt's tokens.
+        new: bool[B,T] tokens that always continue.
+        most: i32[] maximum number of reused tokens that continue.
+        view: config of the layer.
+        model: config of the layer's block.
+        rows: number of entries to return.
+        stay: entries of the window that hold the prompt.
+        choice: the selection.
+    """
     here, held = slice(stay - at.shape[1], stay), (at >= 0) & ~new
     old, now = before[:, :, here], window.v[:, :, here]
     paid = None
@@ -203,14 +261,23 @@ def chosen(
 def shares(
     window: Window, queries: Queries, part: Array, view: LayerView, model: ModelConfig, parts: int, stay: int
 ) -> Array:
-    """f32[B,N,parts]: of the attention of queries, a mean over heads, what is on the tokens of each part i32[B,T].
+    """Return the attention f32[B,N,parts] of each query to each part of the prompt, averaged over heads.
 
-    Attention whose values say of which part a key is.
+    Computed as attention whose values are one-hot vectors of the keys' parts.
+
+    Args:
+        window: the window.
+        queries: the queries.
+        part: i32[B,T] part of each token.
+        view: config of the layer.
+        model: config of the layer's block.
+        parts: number of parts.
+        stay: entries of the window that hold the prompt.
     """
-    at = jnp.cumsum(part >= 0, 1) - 1  # no token without a part
+    at = jnp.cumsum(part >= 0, 1) - 1  # every token has a part
     index = jnp.clip(window.pos, 0) + (part.shape[1] - at[:, -1:] - 1)
     whose = jnp.where(window.pos < 0, -1, take_along(part, jnp.minimum(index, part.shape[1] - 1), 1))
     values = jnp.broadcast_to(jax.nn.one_hot(whose, parts, dtype=window.k.dtype)[:, None], (*window.k.shape[:3], parts))
     found = attend_window(queries.q, window.k, values, causal(queries.pos, view.window), window.pos, model.scale)
-    out = found.finish() * jnp.exp(found.lse - queries.lse)[..., None]  # less what sinks took
+    out = found.finish() * jnp.exp(found.lse - queries.lse)[..., None]  # without the share of attention sinks
     return jnp.where((queries.pos >= 0)[..., None], out.mean((1, 2)), 0)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation, so that a receipt can tell compile seconds and peak memory."""
+"""Ahead-of-time compilation with a program cache, compile times and peak memory."""
 
 from __future__ import annotations
 
@@ -28,24 +28,35 @@ from jkv.utils.compile_cache import cache_dir
 if TYPE_CHECKING:
     from jkv.core.sharding import MeshPlan
 
-ANY = Format(Layout.AUTO)  # an argument or a result that lies in memory as the compiler likes it best
+ANY = Format(Layout.AUTO)  # an argument or a result whose memory layout the compiler chooses
 
-# Programs kept. One of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory maps, 0.1 to 0.2 MB a
-# map, of which Linux gives a process 65,530; where they end, XLA crashes. A prompt length and a cache need two.
+# Limits of the program cache. A program of a 30-layer model takes 100 to 450 MB on a CPU and 1,000 to 4,000 memory
+# maps of 0.1 to 0.2 MB. Linux allows a process 65,530 maps; beyond that XLA crashes. A prompt length and a cache need
+# two programs.
 LIMIT, HELD, MAPS = 256, 16_000, 30_000  # programs; maps of all of them; maps of the process
-LOCK = Lock()  # of the two below
-PROGRAMS: dict[Any, Compiled] = {}  # the one used last comes last
-BESIDE = ThreadPoolExecutor(1, "compile")  # one after the other: whoever waits for a program needs a core, too
-BEGUN: dict[Any, Future[Compiled]] = {}  # those that a thread is compiling now, for all who ask for them
+LOCK = Lock()  # guards PROGRAMS and BEGUN
+PROGRAMS: dict[Any, Compiled] = {}  # in order of use, the most recent last
+BESIDE = ThreadPoolExecutor(1, "compile")  # one at a time, because a thread that waits for a program needs a core too
+BEGUN: dict[Any, Future[Compiled]] = {}  # programs that are being compiled
 
 
 def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Callable[[Any], Any]:
-    """jax.jit with the options; `compiled` also leaves the layouts of what is ANY to the compiler.
+    """Decorate a function with `jax.jit`; `compiled` also leaves the layouts of ANY arguments to the compiler.
 
-    Kernels want a tier with its tokens last. Were the layouts fixed, a tier would be moved, and held twice, whenever a
-    program begins and ends. `function.over(shardings, shardings)` is the same for arguments and results on a mesh.
-    `function.placed(args, static)` are the arrays and the static arguments by place, as both want them; TypeError for a
-    function whose static arguments do not follow its arrays.
+    Kernels want the tokens of a tier on the last axis. With fixed layouts a tier would be transposed, and held twice,
+    whenever a program starts and ends.
+
+    The decorated function has two more attributes: `function.over(given, returned)` jits it for shardings of arguments
+    and results on a mesh, and `function.placed(args, static)` returns the arrays and the static arguments in the order
+    that both want.
+
+    Args:
+        arguments: for each array argument, ANY or None.
+        results: for each result, ANY or None.
+        options: options of `jax.jit`.
+
+    Raises:
+        TypeError: a static argument does not follow the array arguments.
     """
 
     def jitted(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
@@ -56,7 +67,7 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
 
     def over(function: Any, given: tuple[Any, ...], returned: Any) -> Any:
         given = tuple(map(anywhere, arguments, given))
-        # all: where some layouts are free the compiler may choose those of others too, and jax would not know
+        # All results are ANY: if some layouts are free, the compiler may change others too without telling JAX.
         return jitted(function, given, anywhere(ANY, returned))
 
     def decorate(function: Any) -> Any:
@@ -70,7 +81,7 @@ def program(*, arguments: tuple[Any, ...], results: Any, **options: Any) -> Call
 
 
 def _placed(function: Any, arrays: int, static: Collection[str]) -> Callable[..., tuple[tuple[Any, ...], ...]]:
-    """How arguments are put where the signature has them; what is left out has its default."""
+    """Return a function that orders arguments by the signature and fills in defaults."""
     own = signature(function)
     names = list(own.parameters)
     if {*names[arrays : arrays + len(static)]} != {*static}:
@@ -86,7 +97,7 @@ def _placed(function: Any, arrays: int, static: Collection[str]) -> Callable[...
 
 
 def _giving(function: Any) -> Any:
-    """The function, whose results say what of them lies on the host: what passes through says nothing else."""
+    """Wrap a function so that its results declare which of their arrays are in host memory."""
 
     @wraps(function)
     def run(*args: Any, **static: Any) -> Any:
@@ -96,7 +107,7 @@ def _giving(function: Any) -> Any:
 
 
 def _anyhow(where: Any) -> Any:
-    """Where, in a layout of the compiler's choice; on the host in the one that slices are made of."""
+    """Return a sharding with a layout of the compiler's choice; in host memory the default one, which can be sliced."""
     return where if where.memory_kind == KIND else Format(Layout.AUTO, where)
 
 
@@ -104,16 +115,20 @@ Run = Callable[..., Any]  # runs a program: run(program, *arguments, **static)
 
 
 def call(function: Any, *args: Any, **static: Any) -> Any:
-    """How a flow runs its programs if nobody asks what they cost: under a `jax.jit` they become one."""
+    """Run a program directly, without measuring it; under `jax.jit` a flow then becomes one program."""
     return function(*args, **static)
 
 
 def flow(whole: Any = None, **options: Any) -> Callable[[Any], Any]:
-    """A function that runs programs, layer by layer, through its argument `run`; `.whole` is one `program` of it all.
+    """Decorate a function that runs programs layer by layer through its argument `run`.
 
-    Layers that are alike share their programs, so they are compiled once. The whole is for a mesh, and for kernels, as
-    it keeps the layout of a tier from one layer's flush to the steps and back. What happens between two programs is no
-    arithmetic: a flow also goes through shapes, where `run` only compiles.
+    Equal layers share their programs, which are compiled once. `function.whole` is the same as one `program`, for
+    meshes and for kernels, because it keeps a tier's layout from one layer's flush to the steps and back. Between two
+    programs a flow must not compute, because it is also run on shapes, where `run` only compiles.
+
+    Args:
+        whole: the single program, or None to make it from the function.
+        options: arguments of `program`.
     """
 
     def decorate(function: Any) -> Any:
@@ -125,17 +140,25 @@ def flow(whole: Any = None, **options: Any) -> Callable[[Any], Any]:
 
 
 class Compiled:
-    """One program: call it, or ask what it cost."""
+    """One compiled program; call it to run it.
+
+    Attributes:
+        program: the executable.
+        maps: memory maps that compiling added, including those of compilations in other threads.
+        formats: formats of the arguments, or None if their layouts are fixed.
+        temporary: bytes of temporary memory.
+        made: bytes of temporary memory and of results that do not alias arguments.
+    """
 
     def __init__(self, lowered: jax.stages.Lowered, free: bool) -> None:
         before = maps()
         self.program = lowered.compile()
         trim()
-        self.maps = max(maps() - before, 0)  # and those of what another thread compiled meanwhile
+        self.maps = max(maps() - before, 0)
         self.formats = self.program.input_formats[0] if free else None
         memory = self.program.memory_analysis()
-        self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0  # bytes beside in- and outputs
-        self.made = self.temporary  # and what it gives that does not take an argument's place
+        self.temporary = int(memory.temp_size_in_bytes) if memory is not None else 0
+        self.made = self.temporary
         if memory is not None:
             self.made += int(memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
@@ -144,18 +167,25 @@ class Compiled:
 
 
 def _where(x: Any, format: Any) -> Any:
-    """An argument where the program takes it, if it does; what every process has, a mesh of several takes as it is."""
+    """Move an argument to the format that the program takes; an array that all processes have stays where it is."""
     sharding = format.sharding
     if sharding is None or (x.is_fully_addressable and not sharding.is_fully_addressable):
         return x
-    typed = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)  # keys of draws: their layout is not of their shape
+    typed = jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)  # PRNG keys, whose layout does not match their shape
     return jax.device_put(x, sharding if typed else format)
 
 
 def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: Any) -> tuple[Compiled, float]:
-    """The program of a jitted function for arguments of these shapes, and the seconds that compiling took just now.
+    """Return the program of a jitted function for arguments of these shapes, compiling it if necessary.
 
-    over: the mesh that it runs on, if it is not for one device.
+    Args:
+        function: the jitted function or `program`.
+        args: its array arguments; shapes are enough.
+        over: the mesh that it runs on, or None for one device.
+        static: its static arguments.
+
+    Returns:
+        The program, and the seconds spent compiling in this call.
 
     >>> double = jax.jit(lambda x: 2 * x)
     >>> program, seconds = compiled(double, jax.numpy.ones(3))
@@ -169,7 +199,7 @@ def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: 
         if program is not None:
             PROGRAMS[key] = program
             return program, 0.0
-    jax.block_until_ready(args)  # or else what is under way ends beside the compiler, and unseen
+    jax.block_until_ready(args)  # so that running work is not timed as compiling
     start = time.perf_counter()
     begun, mine = _begin(key)
     if mine:
@@ -178,7 +208,7 @@ def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: 
 
 
 def _begin(key: Any) -> tuple[Future[Compiled], bool]:
-    """The program of a key, which is to come, and whether it is for this thread to compile."""
+    """Return the future for `key`, and whether this thread must compile it."""
     fork_guard.begun()
     with LOCK:
         future: Future[Compiled] = Future()
@@ -190,13 +220,13 @@ def _begin(key: Any) -> tuple[Future[Compiled], bool]:
 
 
 def _fill(key: Any, begun: Future[Compiled], make: Callable[[], Compiled]) -> None:
-    """Compile what has begun, for all who wait: they get the program, or what went wrong."""
+    """Compile a program and hand it, or the error, to all threads that wait for it."""
     try:
         program = make()
     except BaseException as error:
         return _fail(key, begun, error)
     with LOCK:
-        if BEGUN.get(key) is begun:  # or else all were dropped meanwhile
+        if BEGUN.get(key) is begun:  # unless `forget` dropped it meanwhile
             del BEGUN[key]
             PROGRAMS[key] = program
             _let_go()
@@ -204,7 +234,7 @@ def _fill(key: Any, begun: Future[Compiled], make: Callable[[], Compiled]) -> No
 
 
 def _fail(key: Any, begun: Future[Compiled], error: BaseException) -> None:
-    """Whoever asks next compiles it anew."""
+    """Drop the failed compilation so that the next caller retries it."""
     with LOCK:
         if BEGUN.get(key) is begun:
             del BEGUN[key]
@@ -212,29 +242,30 @@ def _fail(key: Any, begun: Future[Compiled], error: BaseException) -> None:
 
 
 def _let_go() -> None:
-    """Drop programs that were used longest ago, until the others have room."""
+    """Drop the least recently used programs until the limits are met."""
     dropped = False
     while len(PROGRAMS) > LIMIT or (len(PROGRAMS) > 2 and _crowded()):
         oldest = next(iter(PROGRAMS))
         del PROGRAMS[oldest]
-        oldest[0].clear_cache()  # jax holds its programs too; what is in PROGRAMS survives this
+        oldest[0].clear_cache()  # JAX's own cache of it; programs in PROGRAMS survive this
         dropped = True
     if dropped:
         trim()
 
 
 def _crowded() -> bool:
+    """Return whether the programs, or this process, have too many memory maps."""
     return sum(program.maps for program in PROGRAMS.values()) > HELD or maps() > MAPS
 
 
 def trim() -> None:
-    """Give back to the system what a compiler has left: as much again as its program takes, in pieces of the heap."""
+    """Return freed heap memory to the system; a compilation leaves as much as its program takes."""
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
 
 
 def maps() -> int:
-    """Memory maps of this process; 0 where the system does not tell."""
+    """Return the number of memory maps of this process, 0 if the system does not report it."""
     try:
         with open("/proc/self/maps", "rb") as lines:
             return sum(1 for _ in lines)
@@ -243,9 +274,17 @@ def maps() -> int:
 
 
 def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
-    """Begin to compile what `compiled` will be asked for, beside what this thread does; for one device.
+    """Start compiling, in the background, what `compiled` will be called with; for one device.
 
-    It is traced here, under this thread's settings. Of all arguments but the first the shapes are enough.
+    Tracing happens in this thread, under its settings.
+
+    Args:
+        function: the jitted function or `program`.
+        args: its array arguments; of all but the first, shapes are enough.
+        static: its static arguments.
+
+    Returns:
+        The future of the program.
 
     >>> double = jax.jit(lambda x: 2 * x)
     >>> begun = ahead(double, jax.numpy.ones(5))
@@ -267,26 +306,34 @@ def ahead(function: Any, *args: Any, **static: Any) -> Future[Compiled]:
 
 
 def shaped(function: Any, *args: Any, **static: Any) -> Any:
-    """Runs nothing: a program begins to compile, and what it would give is shapes. How a flow goes through shapes."""
+    """Start compiling a program and return the shapes of its results; the `run` of a flow that only compiles."""
     ahead(function, *args, **static)
     return settled(jax.eval_shape(partial(function, **static), *args))
 
 
 def beside_weights(args: tuple[Any, ...]) -> int:
-    """Bytes of the device of a program's arguments that are not a model."""
+    """Return the bytes on the device of a program's arguments other than model weights."""
     return sum(device_bytes(arg) for arg in args if not isinstance(arg, Params))
 
 
 def caches(args: tuple[Any, ...]) -> int:
-    """Bytes of the device of the caches among arguments, and of what decodes with them."""
+    """Return the bytes on the device of the caches and decode states among arguments."""
     return sum(device_bytes(arg) for arg in args if isinstance(arg, Cache | Decoding))
 
 
 @dataclass
 class Cost:
-    """Seconds spent compiling and running, the programs compiled, and bytes: those that programs hold beside arguments
-    and results, and all but weights at the worst moment. over: the mesh that programs run on, if any. runs: False where
-    they are only compiled, for arguments that are shapes."""
+    """Time and memory of the programs that it runs.
+
+    Attributes:
+        compiling: seconds spent compiling.
+        running: seconds spent running.
+        programs: number of programs compiled.
+        over: the mesh that programs run on, or None.
+        peak: maximum bytes at any moment, without weights.
+        temporary: maximum bytes that a program holds besides arguments and results.
+        runs: False to only compile programs, for arguments that are shapes.
+    """
 
     compiling: float = 0.0
     running: float = 0.0
@@ -297,7 +344,7 @@ class Cost:
     runs: bool = True
 
     def run(self, flow: Any, *args: Any, **static: Any) -> Any:
-        """What a flow gives, once it is there."""
+        """Run `flow` and wait for its results."""
         start, before = time.perf_counter(), self.compiling
         with told():
             out = jax.block_until_ready(self.begin(flow, *args, **static))
@@ -305,7 +352,7 @@ class Cost:
         return out
 
     def begin(self, flow: Any, *args: Any, **static: Any) -> Any:
-        """What a flow will give."""
+        """Dispatch `flow` without waiting."""
         if self._whole(args):
             return self._one(flow.whole, args, {name: static[name] for name in flow.static if name in static}, 0)
         held = caches(args)
@@ -313,7 +360,7 @@ class Cost:
         return flow(*args, **static, run=one)
 
     def ahead(self, flow: Any, *args: Any, **static: Any) -> None:
-        """Begin to compile what `begin` will run; not for a mesh, which waits."""
+        """Start compiling what `begin` will run; no-op on a mesh, where compilation is not done ahead."""
         if self.over is not None:
             return
         if self._whole(args):
@@ -322,10 +369,18 @@ class Cost:
             flow(*args, **static, run=shaped)
 
     def _whole(self, args: tuple[Any, ...]) -> bool:
+        """Return whether to run a flow as one program: on a mesh, with kernels, or for arguments on several devices."""
         return self.over is not None or kernels.native() != "xla" or _spread(args)
 
     def _one(self, function: Any, args: tuple[Any, ...], static: dict[str, Any], held: int) -> Any:
-        """held: bytes of the whole cache, of which a program may be given a layer."""
+        """Run one program of a flow and record its cost.
+
+        Args:
+            function: the program.
+            args: its arguments.
+            static: its static arguments.
+            held: bytes of the whole cache, of which the program may get one layer.
+        """
         program, seconds = compiled(function, *args, over=self.over, **static)
         self.compiling += seconds
         self.programs += seconds > 0
@@ -339,12 +394,13 @@ class Cost:
 
 
 def _spread(args: tuple[Any, ...]) -> bool:
-    """Whether arguments lie on several devices."""
+    """Return whether arguments are on several devices."""
     first = jax.tree.leaves(args)[0]
     return isinstance(first, jax.Array) and len(first.sharding.device_set) > 1
 
 
 def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: MeshPlan | None) -> Any:
+    """Return the key of a program in PROGRAMS."""
     leaves, tree = jax.tree.flatten(args)
     return function, tree, tuple((x.shape, x.dtype) for x in leaves), over, tuple(static.items())
 
@@ -352,9 +408,9 @@ def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any], over: Mes
 def _lowered(
     function: Any, args: tuple[Any, ...], static: dict[str, Any], over: MeshPlan | None
 ) -> tuple[jax.stages.Lowered, bool]:
-    """The program before it is compiled, and whether the compiler chooses how its arguments lie."""
+    """Lower a function, and return whether the compiler chooses the layouts of its arguments."""
     free = over is not None or (hasattr(function, "free") and kernels.native() != "xla")
-    if free:  # an array that lies somewhere has a layout, and would have to keep it
+    if free:  # arrays have a layout that the program would have to keep; shapes do not
         args = settled(jax.eval_shape(lambda *x: x, *args))
     if over is not None:
         return over.lower(function, args, static), free
@@ -365,9 +421,9 @@ def _lowered(
 
 
 def forget() -> None:
-    """Drop all programs, such as those of a cache that will not be used again; the disk keeps them.
+    """Drop all compiled programs of this process; those on disk stay.
 
-    All of this process: jax's own too, which grow with every shape, and those of other libraries.
+    This includes JAX's own caches, which grow with every shape, and programs of other libraries.
     """
     with LOCK:
         PROGRAMS.clear()
@@ -377,9 +433,9 @@ def forget() -> None:
 
 
 def use_disk_cache() -> None:
-    """Keep compiled programs on disk between runs, where the user has not chosen a folder.
+    """Keep compiled programs on disk between runs, unless the user has chosen a folder.
 
-    Raises ValueError where JKV_PROGRAMS_GIB, the most that is kept of them, is no number.
+    Raises ValueError if JKV_PROGRAMS_GIB, the maximum size kept between processes, is not a number.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = cache_dir() / "programs"
@@ -389,7 +445,7 @@ def use_disk_cache() -> None:
 
 
 def peak_bytes(program: Compiled) -> int:
-    """Bytes that a program holds at its worst, by the compiler: arguments, results of their own, temporaries."""
+    """Return the compiler's estimate of a program's peak memory: arguments, results and temporaries."""
     m = program.program.memory_analysis()
     if m is None:
         return 0

@@ -1,4 +1,4 @@
-"""Prefill, extend, step and decode: pure functions over a Cache."""
+"""The decode loop: prefill, extend, step and run blocks, as pure functions of a Cache."""
 
 from __future__ import annotations
 
@@ -38,10 +38,21 @@ from jkv.models.layers.recurrent_state import State
 def prefill(
     params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
-    """The cache after tokens i32[B,T] (right-aligned, -1 is padding), and the logits f32[B,V] of the newest.
+    """Run prompt tokens through the model and the cache.
 
-    Every layer flushes as soon as its attention is done, so only one layer's dense keys and values exist at a time.
-    `fresh`: the cache is known to be empty; `later`: the tokens are no part of the prompt, as a question after it.
+    Every layer flushes as soon as its attention is done, so only one layer's uncompressed keys and values exist at a
+    time.
+
+    Args:
+        params: the model.
+        cache: the cache before them; it stays valid.
+        ids: i32[B,T] token ids, right-aligned, -1 for padding.
+        fresh: the cache is known to be empty.
+        later: the tokens follow the prompt, such as a question, and do not count as part of it.
+        run: how programs are run, see `flow`.
+
+    Returns:
+        The cache after the tokens, and the logits f32[B,V] of the next token.
     """
     layers = tuple(run(copied, x) for x in cache.layers)
     states = tuple(run(copied, x) for x in cache.states)
@@ -52,7 +63,7 @@ def prefill(
 def prefill_own(
     params: Params, cache: Cache, ids: Array, fresh: bool = False, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`prefill` for a cache that nobody needs any more: the new one takes its memory, layer by layer."""
+    """Prefill like `prefill`, but donate the cache: the new one takes its memory, layer by layer."""
     if not fresh:
         cache = replace(cache, states=entered(params, cache.states, jnp.bool_(True), run))
     return _prefilled(run, params, cache, ids, fresh, begun=not fresh, later=later)
@@ -62,11 +73,21 @@ def prefill_own(
 def prefill_after(
     params: Params, empty: Cache, firsts: Cache, index: Array | None, ids: Array, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`prefill` for an empty cache whose rows begin as the rows i32[B] of another (None: as its rows), made by
-    `CacheConfig.uncompressed`.
+    """Prefill an empty cache whose rows continue rows of another, uncompressed cache.
 
-    The same as absorbing both pieces at once, if the config `splits`: nothing was evicted or encoded before. Of a cache
-    whose rows have beginnings in common the tiers hold the second piece alone.
+    If the config `splits`, the result equals prefilling both pieces at once, because nothing of the first was evicted
+    or encoded. If the rows share prefixes (`Cache.common`), the tiers hold only the second piece.
+
+    Args:
+        params: the model.
+        empty: the empty cache.
+        firsts: cache of the first pieces, made by `CacheConfig.uncompressed`.
+        index: i32[B] row of `firsts` that each row continues, or None for the same row.
+        ids: i32[B,T] token ids of the second pieces.
+        run: how programs are run, see `flow`.
+
+    Returns:
+        The cache after the tokens, and the logits f32[B,V] of the next token.
     """
 
     def chosen(x: Any) -> Any:
@@ -84,9 +105,12 @@ def prefill_after(
 
 @flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
 def begin(empty: Cache, firsts: Cache, run: Run = call) -> tuple[tuple[Tier, ...], ...]:
-    """The tiers of every layer that hold the rows of a cache made by `CacheConfig.uncompressed`, as `Common` does.
+    """Encode uncompressed rows as shared prefixes, and return the tiers of every layer (`Common.held`).
 
-    empty: a cache whose tiers have room for all of them, and which keeps nothing in its recent windows.
+    Args:
+        empty: an empty cache whose tiers have room for all tokens, and whose flush leaves none in the recent windows.
+        firsts: the rows, in a cache made by `CacheConfig.uncompressed`.
+        run: how programs are run, see `flow`.
     """
     tiers: tuple[tuple[Tier, ...], ...] = ()
     for i, (layer, plan) in enumerate(zip(empty.layers, empty.plan, strict=True)):
@@ -101,11 +125,25 @@ def begin(empty: Cache, firsts: Cache, run: Run = call) -> tuple[tuple[Tier, ...
 def prefill_at(
     params: Params, cache: Cache, ids: Array, pos: Array, later: bool = False, run: Run = call
 ) -> tuple[Cache, Array]:
-    """`prefill` of tokens at positions that the caller gives, i32[B,T], rising in each row, -1 for padding.
+    """Prefill tokens at given positions.
 
-    A token sees what stands before it, in tiers and windows, and in the recent window it takes the place of the one at
-    its position. What has been read is not read again: a token that comes to stand before others changes them only if
-    they are given once more. Raises ValueError for a model whose blocks recur: they read tokens in order.
+    A token attends to all earlier positions in tiers and windows; in the recent window it replaces the token at its
+    position. Tokens that were prefilled before are not recomputed, so a token inserted before them affects them only if
+    they are given again.
+
+    Args:
+        params: the model.
+        cache: the cache before them; it stays valid.
+        ids: i32[B,T] token ids, -1 for padding.
+        pos: i32[B,T] positions, increasing in each row, -1 for padding.
+        later: as in `prefill`.
+        run: how programs are run, see `flow`.
+
+    Returns:
+        The cache after the tokens, and the logits f32[B,V] of the next token.
+
+    Raises:
+        ValueError: the model has recurrent blocks, which take tokens in order only.
     """
     if cache.states:
         raise ValueError("blocks that recur read tokens in order: positions cannot be given")
@@ -124,10 +162,18 @@ def _prefilled(
     pos: Array | None = None,
     held: Array | None = None,
 ) -> tuple[Cache, Array]:
-    """`fresh`: the tiers are known to be empty; `begun`: the recent windows may hold tokens, as many as they like.
+    """Run tokens through all layers, flushing each one; the caller has settled the recurrent states.
 
-    pos: of the tokens, or None: they follow what is there; held i32[B]: how many first tokens of each row do not enter
-    its tiers, or None. Its sinks are its own all the same. Nothing waits for the states.
+    Args:
+        run: how programs are run.
+        params: the model.
+        cache: the cache, which may be donated.
+        ids: i32[B,T] token ids.
+        fresh: the tiers are known to be empty.
+        begun: the recent windows may hold any number of tokens.
+        later: as in `prefill`.
+        pos: i32[B,T] positions, or None: tokens follow those in the cache.
+        held: i32[B], first tokens of each row that do not enter its tiers, except its sinks; or None.
     """
     model, ends, stay, placed = cache.model, params.ends, cache.stay, pos is not None
     x, pos, counts, steps = run(
@@ -143,7 +189,7 @@ def _prefilled(
             continue
         layer, plan = cache.layers[len(layers)], cache.plan[len(layers)]
         reads = cache.reads(len(layers), layers, plan)
-        # Of the last block only the newest row's output is used: only it and the queries that the score asks for run.
+        # The last block computes only the newest token's output and the queries that the score needs.
         last = i == model.depth - 1 and not (plan.needs.new or plan.needs.prompt)
         rows = max(1, plan.needs.queries) if last else None
         how: dict[str, Any] = {"fresh": fresh, "rows": rows, "placed": placed}
@@ -163,7 +209,7 @@ def _prefilled(
             fresh=fresh,
             prunes=plan.pruning is not None and not begun,
         )
-        del window, observation  # a layer's dense keys and values, before the next layer's are made
+        del window, observation  # frees this layer's uncompressed keys and values before the next layer's exist
         layers += (replace(layer, queries=queries),)
         if on is not None:
             x, pos, ids = run(taken, x, pos, ids, on)
@@ -173,18 +219,19 @@ def _prefilled(
 
 @program(arguments=(None, None), results=None, static_argnames=("sinks",))
 def beyond(pos: Array, held: Array, sinks: int) -> Array:
-    """Positions i32[B,W] without the first i32[B] of each row, but for its sinks."""
+    """Mark positions below held i32[B] as dead (-1) in pos i32[B,W], except the sinks."""
     return jnp.where((pos >= sinks) & (pos < held[:, None]), -1, pos)
 
 
 @program(arguments=(ANY,), results=ANY)
 def copied(x: Any) -> Any:
+    """Copy all arrays of a pytree."""
     return jax.tree.map(jnp.copy, x)
 
 
 @program(arguments=(ANY, None), results=ANY)
 def picked(x: Any, index: Array) -> Any:
-    """The rows i32[n] of arrays [B,...]."""
+    """Return the rows i32[n] of arrays [B,...]."""
     return jax.tree.map(lambda y: y[index], x)
 
 
@@ -194,9 +241,14 @@ Views = tuple[LayerView, ...]
 
 @value
 class StepCarry:
-    """The part of a cache that a step changes: of layers, of states, seen i32[B], fill.
+    """The part of a cache that a decode step changes.
 
-    put i32[B,R]: the positions of the tokens of this block where all recent windows have them, -1 elsewhere.
+    Attributes:
+        layers: the changing part of each attention layer.
+        states: the states of recurrent blocks.
+        seen: i32[B] tokens of each row.
+        fill: i32[], entries in use in every recent window.
+        put: i32[B,R] positions of this block's tokens, where all recent windows hold them; -1 elsewhere.
     """
 
     layers: tuple[LayerCarry, ...]
@@ -209,7 +261,19 @@ class StepCarry:
 def _advance(
     params: Params, plan: Views, cache: Cache, moving: StepCarry, token: Array, alive: Array
 ) -> tuple[StepCarry, Array]:
-    """One token i32[B] per row that is alive: the moving part after it, and logits f32[B,V]."""
+    """Run one token per row through the model.
+
+    Args:
+        params: the model.
+        plan: the layers' views.
+        cache: the constant part of the cache.
+        moving: the changing part.
+        token: i32[B] token ids.
+        alive: bool[B], rows that take the step.
+
+    Returns:
+        The changing part after the token, and the logits f32[B,V] of the next.
+    """
     model, ends = cache.model, params.ends
     pos, ids = (jnp.where(alive, x, -1)[:, None] for x in (moving.seen, token))
     put = jax.lax.dynamic_update_slice_in_dim(moving.put, pos, moving.fill, 1)
@@ -233,12 +297,14 @@ def _advance(
 
 
 def _split(cache: Cache, plan: Views) -> StepCarry:
+    """Return the part of the cache that steps change."""
     layers = tuple(map(LayerCarry.of, cache.layers, plan))
     put = jnp.full((cache.rows, cache.room), -1, jnp.int32)
     return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill, put=put)
 
 
 def _join_cache(cache: Cache, plan: Views, moving: StepCarry) -> Cache:
+    """Return the cache with its changing part and the positions of the new tokens put back."""
     both = zip(moving.layers, cache.layers, plan, strict=True)
     layers = tuple(dated(moved.into(x), one, moving.put) for moved, x, one in both)
     counts = replace(cache.counts, seen=moving.seen)
@@ -247,7 +313,7 @@ def _join_cache(cache: Cache, plan: Views, moving: StepCarry) -> Cache:
 
 @flow(arguments=(ANY,), results=ANY, donate_argnames=("cache",))
 def flush_due(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
-    """Flush if it is due, or if the recent windows are full; otherwise nothing changes."""
+    """Flush all layers if `due` and the recent windows are full; `due` None means if they are full."""
     due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
     layers: tuple[LayerCache, ...] = ()
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
@@ -258,13 +324,13 @@ def flush_due(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
 
 @program(arguments=(None, None), results=None, static_argnames=("stay", "room"))
 def ripe(fill: Array, due: Array | None, stay: int, room: int) -> tuple[Array, Array]:
-    """Whether windows with `fill` of `room` entries flush, if they may, and the entries after it."""
+    """Return whether full windows flush now, and their number of entries in use afterwards."""
     now = fill >= room if due is None else due & (fill >= room)
     return now, jnp.where(now, stay, fill)
 
 
 def entered(params: Params, states: tuple[State, ...], due: Array, run: Run = call) -> tuple[State, ...]:
-    """The states after they have taken in what waits, if it is due."""
+    """Settle recurrent states: take in their waiting inputs if `due`."""
     at = params.config.mixers.at if params.config.mixers else ()
     return tuple(run(entering, params.block(i), state, due) for i, state in zip(at, states, strict=True))
 
@@ -281,8 +347,18 @@ def _run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array
 def run_block(
     params: Params, state: Decoding, sampling: Sampling, stop: Array, full: bool = True, run: Run = call
 ) -> Decoding:
-    """One block: a flush if the recent windows are full, then steps until they are, `out` has `stop` columns, or no row
-    is alive. full: they may be, by all that the caller knows."""
+    """Run one block: flush if the recent windows are full, then step until they are full again.
+
+    It ends early if `out` has `stop` columns or no row is alive.
+
+    Args:
+        params: the model.
+        state: the decode state, which is donated.
+        sampling: how tokens are drawn.
+        stop: i32[], number of columns of `out` to fill.
+        full: False if the caller knows that the windows are not full.
+        run: how programs are run, see `flow`.
+    """
     cache = state.cache
     more = run(going, state.count, state.alive, stop)
     if full:
@@ -294,20 +370,25 @@ def run_block(
 
 @program(arguments=(None, None, None), results=None)
 def going(count: Array, alive: Array, stop: Array) -> Array:
-    """Whether there is more to generate."""
+    """Return whether to continue: fewer than `stop` tokens were generated and some row is alive."""
     return (count < stop) & alive.any()
 
 
 def views(cache: Cache) -> Views:
-    """The part of a cache's plan that steps depend on: caches that evict by other scores share their programs."""
+    """Return what steps depend on of a cache's plan; caches that only evict differently share programs."""
     return tuple(plan.view for plan in cache.plan)
 
 
 @program(arguments=(None, None, ANY, None, None), results=ANY, donate_argnames=("state",))
 def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop: Array) -> Decoding:
-    """Step by step, on the device, until the recent windows are full, `out` has `stop` columns, or no row is alive.
+    """Step on the device until the recent windows are full, `out` has `stop` columns, or no row is alive.
 
-    The state's cache is bare; plan: its `views`.
+    Args:
+        params: the model.
+        plan: `views` of the cache.
+        state: the decode state, with a `bare` cache; it is donated.
+        sampling: how tokens are drawn.
+        stop: i32[], number of columns of `out` to fill.
     """
     cache, room = state.cache, state.cache.room
     read = marked(cache, plan)
@@ -327,12 +408,12 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
         if used is not None:
             used = used.at[jnp.arange(token.shape[0]), token].max(alive)
         moving, found = _advance(params, plan, read, moving, token, alive)
-        logits = jnp.where(alive[:, None], found, logits)  # a row that has ended keeps its own
+        logits = jnp.where(alive[:, None], found, logits)  # rows that have ended keep their last logits
         alive = alive & ~(token[:, None] == sampling.stop_ids[None]).any(-1)
         return moving, logits, alive, used, out, count + 1, trace
 
     carry = (_split(cache, plan), state.logits, state.alive, state.used, state.out, state.count, state.trace)
-    with jax.named_scope("step"):  # programs are read by such names, see aot/hlo.py
+    with jax.named_scope("step"):  # jkv/aot/hlo.py finds it by this name
         moving, logits, alive, used, out, count, trace = jax.lax.while_loop(more, one, carry)
     cache = _join_cache(cache, plan, moving)
     return replace(state, cache=cache, logits=logits, alive=alive, used=used, out=out, count=count, trace=trace)
@@ -340,14 +421,18 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
 
 @flow(whole=_run_blocks)
 def run_blocks(params: Params, state: Decoding, sampling: Sampling, stop: Array, run: Run = call) -> Decoding:
-    """Generate until `out` has `stop` columns or no row is alive, block by block; as a whole, on the device."""
+    """Generate until `out` has `stop` columns or no row is alive; `run_blocks.whole` does so in one program."""
     for done, full in borders(state, int(stop)):
         state = run_block(params, state, sampling, jnp.int32(done), full, run)
     return state
 
 
 def borders(state: Decoding, stop: int) -> list[tuple[int, bool]]:
-    """Where blocks end if rows go on until `out` has `stop` columns, and whether each begins with a flush."""
+    """List the blocks until `out` has `stop` columns, assuming that no row ends earlier.
+
+    Returns:
+        For each block, the columns in use after it and whether it starts with a flush.
+    """
     count, fill, ends = int(state.count), int(state.cache.fill), []
     stay, room = state.cache.stay, state.cache.room
     while count < stop:
@@ -359,16 +444,24 @@ def borders(state: Decoding, stop: int) -> list[tuple[int, bool]]:
 
 @flow(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
 def admit(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array, run: Run = call) -> Decoding:
-    """The state with rows that have just been prefilled in `slots` i32[n], those of B or more dropped.
+    """Put prefilled rows into slots of a decode state.
 
-    Its own rows have finished a block, or none of them is alive. logits f32[n,V], used bool[n,V] of the new rows.
+    The state's own rows must have finished a block, or none of them may be alive.
+
+    Args:
+        state: the decode state, which is donated.
+        rows: cache of the new rows.
+        logits: f32[n,V] of the new rows.
+        used: bool[n,V] of the new rows, or None.
+        slots: i32[n] rows of the state to replace; slots of B or more are dropped.
+        run: how programs are run, see `flow`.
     """
     return run(seated, replace(state, cache=flush_due(state.cache, run=run)), rows, logits, used, slots)
 
 
 @program(arguments=(ANY, ANY, None, None, None), results=ANY, donate_argnames=("state",))
 def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slots: Array) -> Decoding:
-    """`admit` of a state that has flushed."""
+    """Put prefilled rows into slots of a decode state whose windows are flushed; arguments as in `admit`."""
     cache = replace(state.cache.put(slots, rows), fill=rows.fill)
     logits = state.logits.at[slots].set(logits, mode="drop")
     if state.used is not None:
@@ -378,7 +471,11 @@ def seated(state: Decoding, rows: Cache, logits: Array, used: Array | None, slot
 
 @program(arguments=(None, ANY, None), results=(ANY, None))
 def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """The cache after one token i32[B] (-1: the row pauses), and the logits f32[B,V] of the next (NaN: it paused)."""
+    """Run one token i32[B] per row; a row with token -1 pauses.
+
+    Returns:
+        The cache after the token, and the logits f32[B,V] of the next, NaN for rows that pause.
+    """
     due, plan = cache.fill >= cache.room, views(cache)
     cache = flush_due(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
@@ -389,6 +486,6 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
 
 @program(arguments=(None, None, ANY, None), results=(ANY, None), donate_argnames=("cache",))
 def step_own(params: Params, plan: Plan, cache: Cache, token: Array) -> tuple[Cache, Array]:
-    """`step` for a bare cache that nobody needs any more: the new one takes its memory."""
+    """Step like `step` on a `bare` cache, and donate it: the new one takes its memory."""
     cache, logits = step(params, replace(cache, plan=plan), token)
     return cache.bare, logits

@@ -1,4 +1,4 @@
-"""Deferred compression of a prompt: probes and statistics of its uncompressed cache, then one flush of each layer."""
+"""Deferred compression of a prompt: probes and statistics on its uncompressed cache, then one flush per layer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ from jkv.protocols import PROBED, Columns, Probe, Worth
 
 @flow(arguments=(None, ANY, None, None, None), results=ANY, donate_argnames=("cache",))
 def probe(params: Params, cache: Cache, ids: Array, span: Array, by: Probe, run: Run = call) -> Cache:
-    """The cache after a probe has seen the queries of tokens i32[B,T] that come next, of which nothing is kept.
+    """Run a probe's tokens after an uncompressed prompt, and return the cache with the probe's column filled.
 
-    The cache was made by `CacheConfig.uncompressed`; span i32[B,2] is `ProbeTokens.span`.
+    Args:
+        params: the model.
+        cache: a cache made by `CacheConfig.uncompressed`; it is donated.
+        ids: i32[B,T] the probe's token ids; their keys and values are discarded.
+        span: i32[B,2], from `ProbeTokens.span`.
+        by: the probe.
+        run: how programs are run, see `flow`.
     """
     model = cache.model
     x, pos, _, _ = run(embedded, params.ends, ids, cache.counts, cache.fill, None, stay=None, later=False)
@@ -60,10 +66,22 @@ def probed(
     slope: Array | None,
     by: Probe,
 ) -> tuple[Array, Columns]:
-    """A block's output for x [B,T,E] of tokens i32[B,T] at pos i32[B,T], and the columns of its layer's window after
-    these queries.
+    """Run an attention block on a probe's tokens.
 
-    slope f32[B,T]: of `slopes`, if the probe is graded.
+    Args:
+        one: the block.
+        layer: its uncompressed cache.
+        plan: its config.
+        x: [B,T,E] input.
+        pos: i32[B,T] positions.
+        ids: i32[B,T] token ids.
+        counts: tokens of each row before the probe.
+        span: i32[B,2], from `ProbeTokens.span`.
+        slope: f32[B,T], from `slopes`, if the probe is graded; else None.
+        by: the probe.
+
+    Returns:
+        The output, and the columns of the layer's window after these queries.
     """
     model = one.config
     rope, dtype, before = model.ropes[0], layer.recent.k.dtype, layer.recent.pos.shape[1]
@@ -86,7 +104,13 @@ def probed(
 
 @flow(arguments=(ANY, ANY), results=ANY, donate_argnames=("empty",))
 def compress(empty: Cache, whole: Cache, run: Run = call) -> Cache:
-    """An empty cache after one flush of all that another, made by `CacheConfig.uncompressed`, holds in its windows."""
+    """Flush an uncompressed cache once into an empty one, layer by layer.
+
+    Args:
+        empty: the empty cache, which is donated.
+        whole: a cache made by `CacheConfig.uncompressed`.
+        run: how programs are run, see `flow`.
+    """
     layers: tuple[LayerCache, ...] = ()
     for i, (a, b, plan) in enumerate(zip(empty.layers, whole.layers, empty.plan, strict=True)):
         lower, model, group = plan.lower(layers), empty.model.attending(i), ()
@@ -110,14 +134,14 @@ def compressed(
     group: tuple[Window, ...],
     model: ModelConfig,
 ) -> LayerCache:
-    """An empty layer after one flush of all that another holds in its window; group: as `flush` takes it."""
+    """Flush the window of an uncompressed layer into an empty one; `lower` and `group` as in `flush`."""
     layer, observation = replace(layer, queries=whole.queries), Observation.of(whole.queries, plan.needs)
     return flush(layer, whole.recent, observation, counts, plan, model, True, lower, group)
 
 
 @flow(arguments=(ANY,), results=None, static_argnames=("ranks",))
 def statistics(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
-    """f32[L,B,...] of layers of `CacheConfig.uncompressed`: `Score.statistic`, or the ranks of tokens."""
+    """Return f32[L,B,...] of an uncompressed cache: `Score.statistic` of each layer, or the ranks of its tokens."""
     model = whole.model
     layers = enumerate(zip(whole.layers, whole.plan, strict=True))
     return jnp.stack(
@@ -127,6 +151,6 @@ def statistics(whole: Cache, ranks: bool = False, run: Run = call) -> Array:
 
 @program(arguments=(ANY, None, None), results=None, static_argnames=("model", "ranks"))
 def statistic(layer: LayerCache, plan: LayerConfig, counts: Counts, model: ModelConfig, ranks: bool) -> Array:
-    """f32[B,...] of one layer."""
+    """Return the statistic of one layer, f32[B,...], or the ranks of its tokens f32[B,Hs,S]."""
     ev = evidence(layer, layer.recent, Observation.of(layer.queries, plan.needs), counts, plan, model)
     return ranked(ev, plan) if ranks else plan.score.statistic(ev)

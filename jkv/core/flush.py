@@ -1,10 +1,10 @@
-"""The one transition: the window's oldest tokens meet the tiers, the best stay, the newcomers are encoded.
+"""Flush: move the window's oldest tokens into the tiers, evict the lowest ranks, encode the newcomers.
 
-1 pack     per row, live entries by age: sinks, newcomers (whole units), then the newest, which stay exact too
-2 observe  columns of all tokens from the new queries
-3 rank     f32[B,Hs,S]; dead is -inf whatever the score says
-4 cascade  per tier: the i-th best newcomer takes the i-th worst slot if it is strictly better; the losers are the
-           next tier's newcomers; survivors do not move and are never encoded again
+1 pack     per row, live entries by age: sinks, newcomers (whole units), then the newest, which stay exact
+2 observe  update the columns of all tokens by the new queries
+3 rank     f32[B,Hs,S]; dead tokens are -inf whatever the score returns
+4 cascade  per tier, the i-th best newcomer replaces the i-th worst slot if its rank is strictly higher; the losers are
+           the next tier's newcomers; survivors do not move and are never encoded again
 5 merge    the last tier's losers change survivors, newcomers among them before they are encoded, or a state
 """
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from jkv.models.rope import Rope
 
 
-# Traced once for all layers that are alike: somebody waits for the program.
+# Jitted, so that layers with equal configs are traced once: tracing delays the first token.
 @partial(jax.jit, static_argnames=("model", "fresh"))
-@jax.named_scope("flush")  # programs are read by such names, see aot/hlo.py
+@jax.named_scope("flush")  # jkv/aot/hlo.py finds it by this name
 def flush(
     layer: LayerCache,
     window: Window,
@@ -49,19 +49,28 @@ def flush(
     lower: LayerCache | None = None,
     group: tuple[Window, ...] = (),
 ) -> LayerCache:
-    """The layer after its window has flushed.
+    """Flush a window into a layer's tiers and return the layer after it.
 
-    window: W entries, oldest first; counts: of all tokens; model: of this layer alone; fresh: the tiers are known to
-    be empty; lower: the lower layer that the score reads, which has flushed; group: the windows of the layers that are
-    coded together, its own among them, at the first flush.
+    Args:
+        layer: the layer's cache.
+        window: W entries, oldest first.
+        queries: the queries that the score needs.
+        counts: tokens of each row, the window's included.
+        plan: the layer's config.
+        model: config of this layer alone.
+        fresh: the tiers are known to be empty.
+        lower: the lower layer that the score reads, after its flush, or None.
+        group: at the first flush, the windows of all layers that are encoded together, this one's included.
     """
     layer = replace(layer, tiers=tuple(map(_known, layer.tiers)))
     total = window.pos.shape[1]
+    # Pack the window. `leaving` tokens per row, in whole units, become newcomers; `most` is their static maximum.
     order = packed_order(window, plan, fresh)
     live = (window.pos >= 0).sum(1)
     leaving = per(jnp.maximum(live - plan.exact, 0), plan.unit) * plan.unit
     most = max(total - plan.exact, 0) // plan.unit * plan.unit
     packed = window.ordered(order)
+    # Update the columns. Under a selector, steps saw part of the tiers: complete the log-sum-exps first.
     limit = limited(plan, counts, layer.share)
     ev = evidence(layer, packed, queries, counts, plan, model, leaving, limit, fresh, lower)
     if ev.tiers and plan.select is not None:
@@ -69,10 +78,12 @@ def flush(
     ev = replace(ev, columns=plan.score.observe(ev))
     watch = watching(ev, queries.kept, plan)
     read = (*ev.columns.values(), *([] if watch is None else [watch.lse]))
+    # Write the tiers only after all reads of their old contents, so that XLA does not copy them.
     if ev.tiers and read:
         leaving = after(leaving, read, 0)
     tiers, residual = layer.tiers, layer.residual
     if tiers and most:
+        # Rank, evict, merge and encode.
         first = None if plan.size.first is None else layer.share
         new = slice(plan.sinks, plan.sinks + most)
         both = tuple((w.k[:, :, new], w.v[:, :, new]) for w in (x.ordered(order) for x in group))
@@ -80,13 +91,14 @@ def flush(
     tiers = acting(tiers, live - leaving, counts.seen)
     if watch is not None:
         tiers = watched(tiers, ev, watch, plan)
+    # Keep the sinks and the newest tokens in the recent window.
     columns = {name: x[:, :, ev.slots :] for name, x in ev.columns.items()}
     recent = _stayers(packed, columns, live, leaving, plan)
     return replace(layer, recent=recent, tiers=tuple(map(_known, tiers)), residual=residual)
 
 
 def _known(tier: Tier) -> Tier:
-    """The tier with what all devices know of all slots; codes and summaries stay where they are."""
+    """Replicate positions, columns and owning heads of a tier to all devices; codes and summaries stay divided."""
     pos, columns, at, head = context_parallel.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
     return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
@@ -100,9 +112,12 @@ def pruned(
     model: ModelConfig,
     lower: LayerCache | None,
 ) -> Array:
-    """i32[B,n]: the entries of a prompt's window that the next layers see, oldest first, after some of -1.
+    """Choose the prompt tokens that continue to the next layers, by rank summed over heads.
 
-    By their rank, summed over heads; what stays in the recent window is among them.
+    Tokens that stay in the recent window are always among them. Arguments as in `flush`.
+
+    Returns:
+        i32[B,n] entries of the window, oldest first, left-padded with -1.
     """
     assert plan.pruning is not None
     total, live = window.pos.shape[1], (window.pos >= 0).sum(1)
@@ -121,13 +136,19 @@ def pruned(
 
 
 def limited(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
-    """i32[B]: tokens that all tiers together may hold; share i32[B]: what the layer got of a budget by a statistic."""
+    """Return the number of tokens that all tiers together may hold, i32[B].
+
+    Args:
+        plan: the layer's config.
+        counts: tokens of each row.
+        share: i32[B] tokens that a statistic gave the layer, or None.
+    """
     most, u = plan.budget.limit(plan, counts, share) - plan.exact, plan.unit
     return jnp.clip(most, 0, -(-max(plan.capacity - plan.exact, 0) // u) * u)
 
 
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
-    """f32[B,Hs,S]; dead beats protected, and so does a token that no later query can see."""
+    """Rank all tokens, f32[B,Hs,S]; dead tokens and those that no later query can see are -inf, even if protected."""
     rank = plan.score.rank(ev)
     pos = ev.pos[:, : rank.shape[1]]
     gone = pos < 0
@@ -152,8 +173,21 @@ def _cascade(
     group: tuple[tuple[Array, Array], ...],
     queries: Queries | None,
 ) -> tuple[tuple[Tier, ...], Any]:
-    """first i32[B]: slots of the first tier in use, or None: as its config says; group, queries: as `admit` takes
-    them."""
+    """Let newcomers compete tier by tier, then merge and encode. Returns the tiers and the merge's state.
+
+    Args:
+        tiers: the tiers.
+        residual: the merge's state.
+        ev: evidence with updated columns.
+        leaving: i32[B], newcomers per row.
+        most: maximum of `leaving`.
+        first: i32[B] slots of the first tier in use, or None if its config decides.
+        plan: the layer's config.
+        rope: rotary embedding of the layer.
+        group: as in `admit`.
+        queries: as in `admit`.
+    """
+    # Collect the newcomers. A single tier that never evicts needs no ranks.
     simple = len(tiers) == 1 and not plan.tiers[0].evicts
     heads = 1 if plan.uniform else ev.pos.shape[1]
     rank = jnp.zeros((ev.pos.shape[0], 1, ev.pos.shape[2])) if simple else ranked(ev, plan)
@@ -171,13 +205,14 @@ def _cascade(
     )
     if plan.select is not None and plan.select.arranges:
         new = new.ordered(plan.select.arrange(new.k, new.pos))
+    # One contest per tier; the losers of one are the newcomers of the next.
     out, stages, start, left = [], [], 0, ev.limit
     if plan.pooled is not None:
         heads, left = 1, ev.limit * ev.pos.shape[1]
         rank, new = pooled(rank, new, tiers[0], ev, plan, left)
     for tier, config in zip(tiers, plan.tiers, strict=True):
         c = config.capacity
-        if config.taught and not fresh:  # it holds what taught it, for good
+        if config.taught and not fresh:  # it holds the prompt that its codec is fitted on, and never changes
             out, stages, start = [*out, remembered(tier, ev.columns, start)], [*stages, None], start + c
             continue
         of_slots = jnp.full((rank.shape[0], heads, c), -jnp.inf)
@@ -199,19 +234,23 @@ def _cascade(
         stages.append((taken, slot, token))
         start, left = start + c, left - limit
     if plan.merge and not simple:
+        # Hand the last tier's losers to the merge.
         lost = evicted(new, ev)
         residual = plan.merge.absorb(residual, ev, lost)
         if plan.merge.changes != "none":
             out, newcomers = merged(plan.merge, ev, out, [x for x, _, _ in stages], lost, plan)
             stages = [(x, slot, token) for x, (_, slot, token) in zip(newcomers, stages, strict=True)]
+    # Encode the winners.
     both = zip(out, stages, plan.tiers, strict=True)
     enter = partial(admit, rope=rope, group=group, queries=queries)
     return tuple(x if stage is None else enter(x, *stage, config) for x, stage, config in both), residual
 
 
 def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan: LayerConfig) -> Window:
-    """The sinks at the first places of a new recent window, the newest entries at the right end of its first `stay`
-    places; the rest is dead."""
+    """Return the next recent window: sinks at its first places, then the newest entries, right-aligned to `stay`.
+
+    All other places are dead.
+    """
     slot = jnp.arange(plan.room)[None]
     index = live[:, None] - plan.stay + slot  # of the packed window
     newest = (index >= plan.sinks + leaving[:, None]) & (slot >= plan.sinks) & (slot < plan.stay)

@@ -1,4 +1,4 @@
-"""How much what a model says depends on what its layers add for each token: a pass back, layer by layer."""
+"""Gradients of the last hidden states with respect to each layer's attention output, for graded probes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jkv.models.weights.linear import product
 
 @value
 class Shifted:
-    """A matrix whose products are shifted by f[..., out], so that they have a gradient of their own."""
+    """Weight matrix whose product is shifted by f[..., out], so that the product has a gradient of its own."""
 
     matrix: Any
     by: Array
@@ -36,11 +36,17 @@ def _(w: Shifted, x: Array, dtype: Any) -> Array:
 
 
 def slopes(params: Params, cache: Cache, x: Array, pos: Array, run: Run) -> list[Array]:
-    """f32[B,T] of each layer: |d sum_t |y_t|^2 / d a| for tokens x f[B,T,E] at pos i32[B,T] that follow a cache.
+    """Return |d sum_t |y_t|^2 / d a_i| f32[B,T] of each layer, for tokens that follow a cache.
 
-    y f[B,T,E] is behind the last layer, before the model's last norm; a f[B,T,E] what a layer's heads add together,
-    behind the matrix that they go out by. What the cache holds is constant. It was made by
-    `CacheConfig.uncompressed`, of a model without blocks that recur. Source: KVgrad (OpenReview: cg1wTCJjjk).
+    y f[B,T,E] is the last layer's output before the final norm; a f[B,T,E] is the sum of a layer's heads after the
+    output projection. The cache is constant. Source: KVgrad (OpenReview: cg1wTCJjjk).
+
+    Args:
+        params: a model without recurrent blocks.
+        cache: a cache made by `CacheConfig.uncompressed`.
+        x: f[B,T,E] embedded tokens.
+        pos: i32[B,T] positions.
+        run: how programs are run, see `flow`.
     """
     parts = [(params.block(i), *both) for i, both in enumerate(zip(cache.layers, cache.plan, strict=True))]
     inputs = []
@@ -56,31 +62,35 @@ def slopes(params: Params, cache: Cache, x: Array, pos: Array, run: Run) -> list
 
 @program(arguments=(None, None), results=None)
 def doubled(x: Array, pos: Array) -> Array:
-    """The gradient f32[B,T,E] of the sum of |x|^2 at x f[B,T,E], 0 for what is no token."""
+    """Return the gradient f32[B,T,E] of sum |x|^2 at x f[B,T,E], 0 in the padding."""
     return jnp.where((pos >= 0)[..., None], 2 * x.astype(jnp.float32), 0)
 
 
 @program(arguments=(None, ANY, None, None, None), results=None)
 def passed(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array) -> Array:
-    """A block's output for x f[B,T,E] at pos i32[B,T] after what the layer holds."""
+    """Run a block on x f[B,T,E] at pos i32[B,T], after what the layer's window holds."""
     return _through(one, layer, plan, x, pos, jnp.zeros_like(x))
 
 
 @program(arguments=(None, ANY, None, None, None, None), results=(None, None))
 def pulled(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, back: Array) -> tuple[Array, Array]:
-    """Of the gradient f32[B,T,E] behind a block: that in front of it, and the size f32[B,T] of that at what heads add.
+    """Backpropagate f32[B,T,E] through a block.
 
-    In between it is of x's type, and at most 1 at first: one of SmolLM2-135M begins with 1,700 and exceeds float16.
+    The gradient has x's dtype inside and is scaled to a maximum of 1, because that of SmolLM2-135M starts at 1,700 and
+    would exceed float16.
+
+    Returns:
+        The gradient f32[B,T,E] at the block's input, and the norm f32[B,T] of that at its attention output.
     """
     most = jnp.abs(back).max((1, 2), keepdims=True)
-    most = jnp.where(most > 0, most, 1)  # of a row without tokens
+    most = jnp.where(most > 0, most, 1)  # rows without tokens have no gradient
     pull = jax.vjp(lambda x, by: _through(one, layer, plan, x, pos, by), x, jnp.zeros_like(x))[1]
     before, own = (most * y.astype(jnp.float32) for y in pull((back / most).astype(x.dtype)))
     return before, jnp.linalg.norm(own, axis=-1)
 
 
 def _through(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: Array, by: Array) -> Array:
-    """by f[B,T,E]: added to what the heads add."""
+    """Run a block with `by` f[B,T,E] added to its attention output."""
     model, rope, dtype = one.config, one.config.ropes[0], layer.recent.k.dtype
     one = replace(one, layers=({**one.layers[0], "o": Shifted(matrix=one.layers[0]["o"], by=by)},))
 
@@ -95,14 +105,18 @@ def _through(one: Params, layer: LayerCache, plan: LayerConfig, x: Array, pos: A
 
 
 def moved(window: Window, out: Array) -> Array:
-    """f32[B,H,G,S]: the size of what each token of a window adds where a head attends to it alone, |W_hg v_j|.
+    """Return |W_hg v_j| f32[B,H,G,S]: the norm of what each token adds if a query head attends to it alone.
 
-    out f[E,H G Dv]: the matrix that heads go out by. By W_hg' W_hg, which is far smaller than all that they add.
+    Computed from W_hg' W_hg, which is far smaller than all the outputs.
+
+    Args:
+        window: the tokens.
+        out: f[E,H*G*Dv], output projection.
     """
     v = jnp.where((window.pos >= 0)[:, None, :, None], window.v.astype(jnp.float32), 0)
     w = out.astype(jnp.float32).reshape(out.shape[0], v.shape[1], -1, v.shape[3])
 
-    def head(x: tuple[Array, Array]) -> Array:  # one at a time: all are as many numbers as G times the values
+    def head(x: tuple[Array, Array]) -> Array:  # one head at a time: all take G times the values' memory
         v, w = x
         square = jnp.einsum("bsd,gdc->bgsc", v, jnp.einsum("egd,egc->gdc", w, w))
         return jnp.sqrt(jnp.maximum(jnp.einsum("bgsc,bsc->bgs", square, v), 0))

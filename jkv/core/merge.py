@@ -1,4 +1,4 @@
-"""Applies a merge: to newcomers before they are encoded, and to slots that may change."""
+"""Application of a merge: to newcomers before they are encoded, and to slots that may change."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from jkv.protocols import Code, Codec, Columns, Lost, Merge
 
 @dataclass(frozen=True)
 class Entries:
-    """The tokens of S as a merge reads them: of tiers only those that it may change.
+    """The tokens of S that a merge may change; implements `jkv.protocols.Entries`.
 
-    Those keep rotated keys, and their codecs are exact; what would have gone into others is dropped.
+    Slots may change if their tier stores rotated keys in exact codecs; changes to other slots are dropped.
     """
 
     ev: Evidence
@@ -40,12 +40,12 @@ class Entries:
         return [(at, *x) for at, x in zip(starts, pairs, strict=False) if may_change(x[1])]
 
     def open(self, index: Array) -> Array:
-        """bool[B,H,m]: which of entries i32[B,H,m] may change; what is no entry may not."""
+        """Return which of the entries at index i32[B,H,m] may change, bool[B,H,m]; False for an index outside S."""
         inside = [(index >= at) & (index < at + config.capacity) for at, _, config in self.tiers]
         return reduce(or_, inside, index >= self.ev.slots) & (index < self.ev.pos.shape[2])
 
     def read(self, index: Array) -> tuple[Array, Array]:
-        """k, v f32[B,H,m,D] of entries that may change."""
+        """Return k, v f32[B,H,m,D] of entries that may change."""
         ev = self.ev
         k, v = (take(x, index - ev.slots).astype(jnp.float32) for x in (ev.window.k, ev.window.v))
         for at, tier, config in self.tiers:
@@ -56,14 +56,26 @@ class Entries:
 
 
 def may_change(config: TierConfig) -> bool:
-    """Whether a merge may change the slots of a tier: not where a selector knows the keys as they were written."""
+    """Return whether a merge may change a tier's slots.
+
+    Not under a selector, because its summaries describe the keys as they were written.
+    """
     return config.k.exact and config.v.exact and not config.pre_rope and config.select is None
 
 
 def merged(
     merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Lost, plan: LayerConfig
 ) -> tuple[list[Tier], list[Newcomers]]:
-    """Tiers and newcomers once those that stay have become what the merge makes of them, newcomers not yet encoded."""
+    """Apply a merge to the tiers and to newcomers that are not yet encoded, and return both.
+
+    Args:
+        merge: the merge.
+        ev: the evidence.
+        tiers: the tiers.
+        stages: the newcomers of each tier's contest.
+        lost: the evicted tokens.
+        plan: config of the layer.
+    """
     total, entries = ev.pos.shape[2], Entries(ev, plan)
     kept = ev.live & ~put(jnp.zeros(ev.pos.shape, bool), lost.index, jnp.ones(lost.index.shape, bool))
     index, k, v = merge.into(ev, kept, lost, entries)
@@ -80,9 +92,9 @@ def merged(
 
 
 def evicted(new: Newcomers, ev: Evidence) -> Lost:
-    """The tokens at the door behind the last tier, each in the place of its kv head."""
+    """Return the losers of the last tier as evicted tokens, by kv head."""
     heads, total = ev.pos.shape[1:]
-    # At a first flush S has no slots, and the dead no place in it.
+    # At a first flush S has no slots, so dead newcomers get the index S, for none.
     return Lost(index=jnp.where(new.of(heads), new.index, total), k=new.k, v=new.v)
 
 
@@ -91,7 +103,7 @@ def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:
 
 
 def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) -> Tier:
-    """k, v [B,H,m,D] encoded into slots i32[B,H,m]; what is no slot is dropped."""
+    """Encode k, v [B,H,m,D] into slots i32[B,H,m]; an index outside the tier is dropped."""
     slot = jnp.where(slot < 0, config.capacity, slot)
 
     def stored(old: Code, codec: Codec, x: Array) -> Code:
@@ -103,7 +115,7 @@ def _rewrite(tier: Tier, slot: Array, k: Array, v: Array, config: TierConfig) ->
 
 
 def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Columns, total: int) -> Newcomers:
-    """Newcomers with k, v [B,H,m,D] for those of index i32[B,H,m] in S, and with new columns."""
+    """Return newcomers with k, v [B,H,m,D] at index i32[B,H,m] of S replaced, and with new columns."""
     n = new.index.shape[2]
     own = jnp.broadcast_to(jnp.where(new.pos >= 0, new.index, total + 1), (*index.shape[:2], n))
     place = put(jnp.full((*index.shape[:2], total + 1), n), own, jnp.broadcast_to(jnp.arange(n)[None, None], own.shape))
@@ -113,7 +125,7 @@ def _with_shares(new: Newcomers, index: Array, k: Array, v: Array, columns: Colu
 
 
 def remembered(tier: Tier, columns: Columns, start: int) -> Tier:
-    """The tier with what is now remembered of its tokens, which are those from `start` on of columns [B,H,S]."""
+    """Return a tier with its columns taken from columns [B,H,S], from index `start` on."""
     c = tier.pos.shape[2]
     columns = {name: x[:, :, start : start + c] for name, x in columns.items()}
     if tier.head is not None:
@@ -124,8 +136,19 @@ def remembered(tier: Tier, columns: Columns, start: int) -> Tier:
 
 @value
 class Newcomers:
-    """Tokens at the door of a tier: k, v [B,H,n,D], pos i32[B,Hs,n] (-1 dead), rank f32[B,Hs,n], columns f32[B,H,n],
-    index i32[B,Hs,n] into S. At the door of a pool those of all heads, in one: head u8[B,1,n] whose they are."""
+    """Candidate tokens for a tier.
+
+    For a head-pooled tier, the tokens of all heads share one axis.
+
+    Attributes:
+        k: [B,H,n,D] rotated keys.
+        v: [B,H,n,Dv] values.
+        pos: i32[B,Hs,n] positions, -1 dead.
+        rank: f32[B,Hs,n] ranks.
+        columns: f32[B,H,n] each, what the score stores per token.
+        index: i32[B,Hs,n] indices into S.
+        head: u8[B,1,n] kv head of each token for a head-pooled tier, else None.
+    """
 
     k: Array
     v: Array
@@ -136,10 +159,10 @@ class Newcomers:
     head: Array | None = None
 
     def ordered(self, order: Array) -> Newcomers:
-        """Those i32[B,H,n] of each head, in that order."""
+        """Return the tokens of each head at index i32[B,H,n], in that order."""
         return jax.tree.map(lambda x: take(x, order), self)
 
     def of(self, heads: int) -> Array:
-        """bool[B,H,n]: which of them each kv head has."""
+        """Return which tokens belong to each kv head, bool[B,H,n]."""
         whose = True if self.head is None else self.head == jnp.arange(heads, dtype=self.head.dtype)[None, :, None]
         return jnp.broadcast_to((self.pos >= 0) & whose, (self.pos.shape[0], heads, self.pos.shape[2]))

@@ -1,4 +1,4 @@
-"""From logits to a token, one row independent of every other."""
+"""Sampling: logits to tokens, each row independent of the others."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from jax import Array
 from jkv.arrays.pytree import static, value
 from jkv.utils.validation import numbers
 
-SEEDS = -(1 << 63), (1 << 64) - 1  # the least and the largest, as other servers take them
-LOST = -2  # the token of a row whose logits have a NaN: nothing can be drawn, and the row ends
-_BITS_OF_INF = 0x7F800000  # of all float32 from 0 to inf, the last
+SEEDS = -(1 << 63), (1 << 64) - 1  # smallest and largest seed, the same as in other servers
+LOST = -2  # token of a row whose logits contain NaN; it ends the row
+_BITS_OF_INF = 0x7F800000  # the largest bit pattern of float32 from 0 to inf
 
-# The bits of a distance that fits and of one that does not, and how many tokens are nearer than each: i32[B] each.
+# Bisection state, i32[B] each: bits of a distance within the limits and of one beyond, and tokens nearer than each.
 Bounds = tuple[Array, Array, Array, Array]
 
 
 @value
 class Given:
-    """Tokens of each row that are not drawn: ids i32[B,N], -1 none, the first of them behind `seen` i32[B] tokens."""
+    """Tokens that are taken instead of drawn.
+
+    Attributes:
+        ids: i32[B,N] token ids, -1 for none.
+        seen: i32[B] tokens of each row before the first of them.
+    """
 
     ids: Array
     seen: Array
 
     def over(self, token: Array, seen: Array) -> Array:
-        """i32[B]: the token given behind so many, or the one that was drawn."""
+        """Return the given token after `seen` i32[B] tokens, or the drawn one where none is given."""
         at, last = seen - self.seen, self.ids.shape[1] - 1
         ids = jnp.take_along_axis(self.ids, jnp.clip(at, 0, last)[:, None], 1)[:, 0]
         return jnp.where((at >= 0) & (at <= last) & (ids >= 0), ids, token)
@@ -37,11 +42,18 @@ class Given:
 
 @value
 class Sampling:
-    """How tokens are drawn, per row.
+    """Sampling settings, per row.
 
-    keys: one PRNG key a row; temperature (0: greedy), top_p, min_p, penalty f32[B]; top_k i32[B]; stop_ids i32[n];
-    given: tokens that come whatever the logits say, or None; greedy: static, all rows are, and of the settings only the
-    penalty is read.
+    Attributes:
+        keys: one PRNG key per row.
+        temperature: f32[B], 0 for greedy.
+        top_k: i32[B].
+        top_p: f32[B].
+        min_p: f32[B].
+        penalty: f32[B], repetition penalty.
+        stop_ids: i32[n] token ids that end a row.
+        given: tokens that are taken instead of drawn, or None.
+        greedy: static: all rows are greedy, and of the settings only `penalty` is read.
     """
 
     keys: Array
@@ -63,7 +75,14 @@ def check(
     min_p: float | Sequence[float] = 0.0,
     repetition_penalty: float | Sequence[float] = 1.0,
 ) -> tuple[np.ndarray, ...]:
-    """The settings in this order, an array [rows] each; ValueError for one out of range, naming it."""
+    """Validate sampling settings.
+
+    Returns:
+        The settings in the order of the arguments, one array [rows] each.
+
+    Raises:
+        ValueError: a setting is out of range; the message names it.
+    """
     largest = float(np.finfo(np.float32).max)
     tiny = float(np.nextafter(0, 1))
     heat = _per_row(rows, "temperature", temperature, "0 (greedy) or more", False, 0, largest)
@@ -82,10 +101,18 @@ def _per_row(rows: int, name: str, x: Any, want: str, whole: bool, least: float,
 
 
 def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int], **settings: Any) -> Sampling:
-    """Settings of `check` for `rows` rows, each one for all or one a row; top_k 0 or -1 and top_p 1 are off.
+    """Build sampling settings for `rows` rows.
 
-    Temperature 0 is greedy, and the other settings are off then. Raises ValueError for a setting out of range, naming
-    it.
+    Args:
+        rows: B.
+        vocab: V.
+        seeds: one 32-bit seed per row, see `fold`.
+        stop_ids: token ids that end a row.
+        settings: arguments of `check`, one value for all rows or one per row. top_k 0 or -1 and top_p 1 are off. With
+            temperature 0 a row is greedy, and its top_k, top_p and min_p are off.
+
+    Raises:
+        ValueError: a setting is out of range; the message names it.
 
     >>> make(2, 100, seeds=(0, 1), stop_ids=(), temperature=(0, 0.5), top_k=7).top_k.tolist()
     [100, 7]
@@ -105,7 +132,7 @@ def make(rows: int, vocab: int, *, seeds: Sequence[int], stop_ids: Sequence[int]
 
 
 def fold(seed: Any) -> Any:
-    """A seed of 64 bits, or an array of them, as one of 32 bits, which stays what it is.
+    """Fold a 64-bit seed, or an array of them, to 32 bits; a 32-bit seed is unchanged.
 
     >>> fold(7), fold(7 + (1 << 40)) != 7, 0 <= fold(-1) < 1 << 32
     (7, True, True)
@@ -114,14 +141,19 @@ def fold(seed: Any) -> Any:
 
 
 def sample(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array:
-    """i32[B] from logits f32[B,V], of each row by itself: the token that is given, or else a draw.
+    """Draw one token per row, i32[B], from logits f32[B,V].
 
-    argmax over the tokens t that are `kept` of (logits[t] - max) / temperature + gumbel(key, seen, t): a draw from the
-    softmax of what is kept (Maddison et al. 2014, 1411.0030). The noise belongs to the row's key, `seen` i32[B] and the
-    token's id, whatever the logits are: two models that nearly agree draw the same token, but where it was close. Rows
-    of temperature 0 take the first of the largest logits. A row whose logits have a NaN gives LOST.
+    Each row is independent: argmax over `kept` tokens t of (logits[t] - max) / temperature + gumbel(key, seen, t),
+    which is a draw from the softmax of the kept tokens (Maddison et al. 2014, 1411.0030). The noise depends only on the
+    row's key, `seen` and the token id, so two models with nearly equal logits draw the same token unless it is close.
+    Rows of temperature 0 take the first of the largest logits. A row whose logits contain NaN gives LOST.
 
-    used bool[B,V]: tokens of the row so far, divided (or multiplied, below 0) by the penalty (1909.05858).
+    Args:
+        logits: f32[B,V].
+        s: sampling settings; its `given` tokens take precedence.
+        seen: i32[B] tokens of each row.
+        used: bool[B,V] tokens that a row contains, whose logits are divided (multiplied if negative) by the penalty
+            (1909.05858); or None.
     """
     token = _drawn(logits, s, seen, used)
     return token if s.given is None else s.given.over(token, seen)
@@ -143,22 +175,28 @@ def _drawn(logits: Array, s: Sampling, seen: Array, used: Array | None) -> Array
 
 
 def largest(x: Array) -> Array:
-    """i32[B]: where the first of the largest of x f32[B,V] is; LOST in a row that has a NaN.
+    """Return the index of the first maximum of each row of x f32[B,V], i32[B]; LOST if the row contains NaN.
 
-    Two reductions: XLA for CPUs runs argmax, and what is fused into it, number by number. The barrier keeps each of the
-    two from computing x for itself.
+    Two reductions, because XLA on CPUs runs argmax, and what is fused into it, number by number. The barrier keeps each
+    of the two from recomputing x.
     """
     x, n = jax.lax.optimization_barrier(x), x.shape[1]
     at = jnp.where(x == x.max(-1, keepdims=True), jnp.arange(n, dtype=jnp.int32)[None], n)
-    return jnp.where(jnp.isnan(x), LOST, at).min(-1)  # XLA's max on a CPU may pass over a NaN
+    return jnp.where(jnp.isnan(x), LOST, at).min(-1)  # explicit, because XLA's max on CPUs may skip NaN
 
 
 def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """bool[B,V]: the tokens that may be drawn, by how far behind the best they are, f32[B,V] >= 0 of scaled logits.
+    """Return the tokens that may be drawn, bool[B,V].
 
-    Those with fewer than top_k better ones, whose mass together is below top_p, and with at least min_p times the
-    best one's probability; each of the three as if it were alone. Equal tokens stay or go together: all that are at
-    the threshold stay, so top_k may keep more than k. What is infinitely far behind goes.
+    A token is kept if fewer than top_k tokens are better, if the total probability of better tokens is below top_p, and
+    if it has at least min_p times the best token's probability; each limit applies independently. Tokens of equal
+    probability are kept or dropped together, so top_k may keep more than k. Tokens infinitely far behind are dropped.
+
+    Args:
+        behind: f32[B,V], distance of the scaled logits from the largest, >= 0.
+        top_k: i32[B], V for off.
+        top_p: f32[B], 1 for off.
+        min_p: f32[B], 0 for off.
 
     >>> kept(jnp.array([[0.0, 2.0, 1.0, 2.0, 3.0]]), jnp.array([3]), jnp.array([1.0]), jnp.array([0.0])).tolist()
     [[True, True, True, True, False]]
@@ -177,8 +215,8 @@ def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
         low, before = jnp.where(up, middle, low), jnp.where(up, count, before)
         return low, jnp.where(down, middle, high), before, jnp.where(down, count, until)
 
-    # The farthest that fits, of all float32: their bits are in their order, so 31 turns find it without sorting, and
-    # fewer do where one token is left between the bounds.
+    # Bisect for the largest distance within the limits. Bits of non-negative float32 sort like their values, so 31
+    # iterations suffice, and fewer where one token is left between the bounds.
     farthest, none = jnp.full_like(top_k, _BITS_OF_INF), jnp.zeros_like(top_k)
     start = jnp.where(off, farthest, 0), farthest + 1, none, none + behind.shape[1]
     _, beyond, *_ = jax.lax.while_loop(lambda bounds: apart(bounds).any(), halve, start)
@@ -186,10 +224,11 @@ def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
 
 def apart(bounds: Bounds) -> Array:
-    """bool[B]: whether there are distances to choose from between bounds that have not the same tokens but one."""
+    """Return whether the bounds still differ by more than one token, bool[B]."""
     low, high, before, until = bounds
     return (high - low > 1) & (until - before > 1)
 
 
 def _distance(bits: Array) -> Array:
+    """Return the float32 with these bits, f32[B,1]."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]

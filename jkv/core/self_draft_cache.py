@@ -1,4 +1,4 @@
-"""Excerpts: what a selector picks of each tier of a cache, copied, and decoding from the copy."""
+"""Self-draft cache: copies of the pages that selectors pick, from which draft tokens are decoded (TriForce)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,16 @@ Tiers = tuple[Tier, ...]
 
 @program(arguments=(None, None, None, None), results=None)
 def excerpt(params: Params, plan: Views, state: Decoding, sampling: Sampling) -> tuple[Tiers, ...]:
-    """Copies of what each layer's selectors pick of its tiers for the state's next token, and of nothing else.
+    """Copy the pages that each layer's selectors pick for the state's next token.
 
-    plan: the `views` of the state's cache, with a selector in each tier. The token is read through the copies.
+    Args:
+        params: the model.
+        plan: `views` of the state's cache, with a selector in each tier.
+        state: the decode state.
+        sampling: how the next token is drawn; it runs through the copies.
+
+    Returns:
+        For each layer, its tiers reduced to the picked pages.
     """
     cache = state.cache
     token = sample(state.logits, sampling, cache.seen, state.used)
@@ -47,8 +54,11 @@ def excerpt(params: Params, plan: Views, state: Decoding, sampling: Sampling) ->
 
 @jax.jit
 def _read(one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array, ids: Array) -> tuple[Array, Tiers]:
-    """A block's output for x [B,1,E] of a token i32[B,1] at pos i32[B,1] through the recent window and copies, and
-    these."""
+    """Run a block on one token, x [B,1,E], through the recent window and copies of the picked pages.
+
+    Returns:
+        The output and the copies.
+    """
     model = one.config
     rope, dtype = model.ropes[0], layer.recent.k.dtype
 
@@ -68,8 +78,16 @@ def _read(one: Params, layer: LayerCache, plan: LayerView, x: Array, pos: Array,
 
 
 def _copied(q: Array, at: Array, columns: Columns, tier: Tier, config: TierView, rope: Rope) -> Tier:
-    """What the selector picks of a tier for rotated queries [B,H,G,1,D] of tokens with columns f32[B,H], if it
-    remembers nothing yet."""
+    """Copy the pages that a selector with an empty memo picks of a tier.
+
+    Args:
+        q: [B,H,G,1,D] rotated queries.
+        at: i32[B,1] positions.
+        columns: f32[B,H] each, columns of the tokens.
+        tier: the tier.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+    """
     select = config.select
     assert select is not None
     seen = look(q, at, columns, tier, config, rope)
@@ -81,14 +99,14 @@ def _copied(q: Array, at: Array, columns: Columns, tier: Tier, config: TierView,
 
 
 def alone(plan: Plan) -> Plan:
-    """The plan of a cache whose tiers are copies of its own, which steps read whole."""
+    """Return the plan of a cache whose tiers are such copies: its own codes on the device, read whole."""
     own = dict(select=None, lender=0, far=(False, False), hot=0)
     return tuple(replace(one, tiers=tuple(replace(tier, **own) for tier in one.tiers)) for one in plan)
 
 
 @program(arguments=(None,), results=None, static_argnames=("new",))
 def beside(state: Decoding, new: int) -> Decoding:
-    """A copy of a state whose cache has no tiers, with room for `new` tokens more, which have a trace."""
+    """Copy a decode state without its tiers, with room for `new` more tokens and their logits (`trace`)."""
 
     def roomy(x: Array) -> Array:
         axis = 1 if x.ndim == 2 else 2

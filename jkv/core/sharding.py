@@ -1,4 +1,4 @@
-"""Where the arrays of a model and its cache lie on a mesh of devices: rows of the batch, kv heads, slots of tiers."""
+"""Sharding of models and caches over a device mesh: batch rows, kv heads, and slots of tiers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from jkv.models.weights.params import EACH
 
 
 def unit(devices: Sequence[Any], model: ModelConfig) -> int:
-    """Rows come in multiples of it: the devices that do not share the kv heads divide the rows."""
+    """Return the number of devices that divide the rows; batch sizes are multiples of it.
+
+    The other axis divides the kv heads over as many devices as evenly possible.
+    """
     n = len(devices)
     return n // max(x for x in range(1, n + 1) if n % x == 0 and model.heads % x == 0)
 
 
 def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
-    """A mesh over all devices: as many as can share the kv heads do, the others divide the rows.
+    """Build a mesh over all devices: as many as possible divide the kv heads, the others the rows.
 
-    Raises ValueError if they cannot. Example:
+    Raises ValueError if the rows cannot be divided. Example:
 
     >>> from jkv import models
     >>> dict(mesh(jax.devices()[:1], models.random(models.TINY).config, rows=3).shape)
@@ -46,9 +49,17 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
 
 
 def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
-    """The mesh of a text such as "data=4,model=2,context=2", over the first devices; an axis that is left out is 1.
+    """Build the mesh that a text such as "data=4,model=2,context=2" describes, over the first devices.
 
-    Raises ValueError for an unknown axis, more devices than there are, and kv heads or rows that cannot be shared so.
+    Args:
+        text: axis sizes; an omitted axis is 1.
+        devices: the available devices.
+        model: the model to divide.
+        rows: batch size to divide, or 0.
+
+    Raises:
+        ValueError: an axis is unknown, there are too few devices, or kv heads, experts' hidden units or rows cannot be
+            divided evenly.
     """
     sizes = _sizes(text)
     if model.heads % sizes[HEADS]:
@@ -70,12 +81,13 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
 
 
 def here(text: str, model: ModelConfig) -> Mesh:
-    """The mesh of a text over the devices of all processes, if it takes them all, or over this one's; see `named`."""
+    """Build a mesh like `named`, over the devices of all processes if it uses all of them, else over this process's."""
     every = jax.devices()
     return named(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
 
 
 def _sizes(text: str) -> dict[str, int]:
+    """Parse the axis sizes of a mesh; ValueError for an unknown axis or an invalid size."""
     sizes = {ROWS: 1, HEADS: 1, CONTEXT: 1}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -93,19 +105,23 @@ def _sizes(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """A mesh that programs run on: weights and caches are divided, whatever else they take or give is on every device.
+    """Mesh that programs run on: weights and caches are divided, all other arguments and results replicated.
 
-    Hashable and equal by mesh, as part of what tells programs apart.
+    Hashable and equal by mesh, so that it can be part of a program's key.
     """
 
     mesh: Mesh
 
     def slots(self, shared: bool) -> int:
-        """Devices that divide the slots of a tier; where all heads share codes, those that divide heads do too."""
+        """Return the number of devices that divide a tier's slots.
+
+        Args:
+            shared: all heads share the codes, so the devices that otherwise divide heads divide slots too.
+        """
         return self.mesh.shape[CONTEXT] * (self.mesh.shape[HEADS] if shared else 1)
 
     def check(self, rows: int) -> None:
-        """Raise ValueError for rows that the devices cannot share evenly."""
+        """Raise ValueError if the devices cannot divide the rows evenly."""
         if rows % self.mesh.shape[ROWS]:
             raise ValueError(
                 f"{rows} rows on a mesh of {ROWS}={self.mesh.shape[ROWS]}: give a multiple of it, or load the model "
@@ -113,7 +129,7 @@ class MeshPlan:
             )
 
     def divide(self, cache: Cache) -> None:
-        """Raise ValueError for a cache that the devices cannot share evenly."""
+        """Raise ValueError if the devices cannot divide the cache evenly."""
         self.check(cache.rows)
         for tier in (tier for layer in cache.layers for tier in layer.tiers):
             if tier.pos.shape[2] % prod(self.mesh.shape[axis] for axis in tier.axes):
@@ -123,25 +139,25 @@ class MeshPlan:
                 )
 
     def shardings(self, x: Any) -> Any:
-        """Of one argument or result."""
+        """Return the shardings of one argument or result."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         if isinstance(x, Params):
             return of_params(x, self.mesh)
         if isinstance(x, Cache):
             return of_rows(x, self.mesh, x.model.heads)
-        if isinstance(x, Decoding):  # what the host reads is everywhere
+        if isinstance(x, Decoding):  # arrays that the host reads are replicated
             return replace(
                 of_rows(x, self.mesh, x.cache.model.heads), out=everywhere, alive=everywhere, count=everywhere
             )
         return jax.tree.map(lambda _: everywhere, x)
 
     def bytes(self, x: Any) -> int:
-        """Of one argument or result, on each device."""
+        """Return the bytes per device of one argument or result."""
         pairs = zip(jax.tree.leaves(x), jax.tree.leaves(self.shardings(x)), strict=True)
         return sum(prod(where.shard_shape(y.shape)) * y.dtype.itemsize for y, where in pairs)
 
     def lower(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """The program of a `compilation.program` for arguments of these shapes, lowered for the mesh."""
+        """Lower a `compilation.program` for the mesh and arguments of these shapes."""
         args, fixed = function.placed(args, static)
         with jax.set_mesh(self.mesh):
             given = tuple(map(self.shardings, args))
@@ -152,17 +168,20 @@ class MeshPlan:
 
 
 def over(params: Params) -> MeshPlan | None:
-    """The mesh that a model's weights are divided over, or None: they are on one device."""
+    """Return the mesh that a model's weights are divided over, or None if they are on one device."""
     where = params.embed.sharding
     return MeshPlan(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None
 
 
 def placing(over: Mesh) -> Callable[[str, Any, Any], jax.Array]:
-    """How `models.build` gets an array of a field from the host to its shards: no device has more than its own."""
+    """Return the function with which `models.build` copies an array from the host to its shards.
+
+    No device holds more than its own shards.
+    """
 
     def put(field: str, x: Any, dtype: Any) -> jax.Array:
         where = NamedSharding(over, _of_weight(field, x.shape, over))
-        parts: dict[Any, np.ndarray] = {}  # devices that have the same share one array of the host
+        parts: dict[Any, np.ndarray] = {}  # devices with equal shards share one host array
 
         def part(index: Any) -> np.ndarray:
             key = tuple((s.start, s.stop) for s in index)
@@ -176,9 +195,9 @@ def placing(over: Mesh) -> Callable[[str, Any, Any], jax.Array]:
 
 
 def of_params(params: Any, over: Mesh) -> Any:
-    """Shardings of the weights: matrices by what they give, those that end a block by what they take.
+    """Return the shardings of weights: by output, or by input for the projections that end a block.
 
-    So a layer needs two sums over the devices: after its attention and after its MLP.
+    So a layer needs two all-reduces: after its attention and after its MLP.
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
@@ -189,9 +208,9 @@ def of_params(params: Any, over: Mesh) -> Any:
 
 
 def _of_weight(field: str, shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
-    """Of a matrix, or of the parts of one that is coded: steps that the devices cannot share evenly are on each.
+    """Return the spec of a weight, or of one array of a quantized weight.
 
-    Of experts every device has a part of the hidden units of each.
+    Arrays that cannot be divided evenly are replicated. Each device holds a part of the hidden units of every expert.
     """
     each = field.startswith(EACH)
     axis = each + (field.removeprefix(EACH) in ("o", "down"))
@@ -201,16 +220,16 @@ def _of_weight(field: str, shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
 
 
 def _shape(x: Any, where: NamedSharding) -> Any:
-    """A shape that says so if it is of the host's memory: what is traced has memory as a part of its type."""
+    """Return the shape of an array with its sharding only if it is in host memory, because tracing depends on that."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) if where.memory_kind == KIND else x
 
 
 def of_rows(tree: Any, over: Mesh, heads: int) -> Any:
-    """Shardings of a cache or a decode state: of arrays [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...].
+    """Return the shardings of a cache or a decode state.
 
-    States of mixers have heads of their own, and are divided if these can be; what waits is not.
-
-    What its scores have learned, in the plan, is of no row: it is on every device.
+    Arrays are [B], [B,n], [B,1,...] or [B,H,...], in tiers [B,H,C,...]. States of recurrent blocks have heads of their
+    own and are divided if these can be; their waiting inputs are not. Trained arrays in the plan have no rows and are
+    replicated.
     """
 
     def where(x: Any, *slots: tuple[str, ...]) -> NamedSharding:

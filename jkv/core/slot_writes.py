@@ -1,4 +1,4 @@
-"""How tokens come in and go out: encoded once into their slots, decoded from them for the next tier."""
+"""Slot writes: encode admitted tokens into slots, and decode the losers for the next tier."""
 
 from __future__ import annotations
 
@@ -33,9 +33,17 @@ def admit(
     group: tuple[tuple[Array, Array], ...] = (),
     queries: Queries | None = None,
 ) -> Tier:
-    """Encode the admitted tokens, once, and write them in place; codecs and selectors that learn are taught by them.
+    """Encode admitted tokens into their slots, and fit codecs and selectors that learn from a prompt.
 
-    group: keys and values of the newcomers [B,H,n,D] in the layers that are coded together; queries: the newest.
+    Args:
+        tier: the tier.
+        new: its newcomers.
+        slot: i32[B,Hs,m] units of slots, from `contest`.
+        token: i32[B,Hs,m*unit] newcomers, from `contest`.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+        group: keys and values [B,H,n,D] of the newcomers in each layer that is encoded together with this one.
+        queries: the newest queries, for fitting, or None.
     """
     place = slots_of(slot, config.unit)
     pos = take(new.pos, token)
@@ -51,10 +59,12 @@ def admit(
 
         return jax.tree.map(one, old, fresh)
 
+    # Summarize the new pages.
     summary, memo = tier.summary, tier.memo
     if config.select is not None:
         columns = {name: take(x, token) for name, x in new.columns.items()}
         summary, memo = _indexed(tier, config.select, k, pos, columns, place, config.capacity, queries)
+    # Stack the layers that are encoded together, and undo the rotation if keys are rotated at reads.
     if group and config.k.layers > 1:
         k = _of_layers([take(x, token) for x, _ in group])
     if group and config.v.layers > 1:
@@ -78,7 +88,18 @@ def admit(
 def losers(
     tier: Tier, new: Newcomers, slot: Array, token: Array, slot_rank: Array, start: int, config: TierConfig, rope: Rope
 ) -> Newcomers:
-    """The next tier's newcomers: those not admitted, and in the place of each that was, the slot's old content."""
+    """Return the next tier's newcomers: tokens not admitted, and the old contents of slots that were taken.
+
+    Args:
+        tier: the tier, before its newcomers are written.
+        new: its newcomers.
+        slot: i32[B,Hs,m] units of slots, from `contest`.
+        token: i32[B,Hs,m*unit] newcomers, from `contest`.
+        slot_rank: f32[B,Hs,C] ranks of the slots.
+        start: index of the tier's first slot in S.
+        config: config of the tier.
+        rope: rotary embedding of the layer.
+    """
     config = config.of(tier)
     place = slots_of(slot, config.unit)
 
@@ -108,9 +129,10 @@ def _indexed(
     capacity: int,
     queries: Queries | None,
 ) -> tuple[Any, Any]:
-    """The summary with the units of tokens that enter at place i32[B,H,n] (capacity: nowhere), and the memo after them.
+    """Return a selector's summaries with the pages of new tokens, and its memo after them.
 
-    Keys are rotated, as queries meet them, however the codec stores them.
+    Keys are rotated, as queries meet them, however the codec stores them. `place` i32[B,H,n] are the slots of the
+    tokens, `capacity` for none.
     """
     n, wanted = select.unit, select.needs.queries
     entered = Entered(
@@ -126,12 +148,12 @@ def _indexed(
 
 
 def in_units(x: Array, n: int) -> Array:
-    """[B,H,S,...] -> [B,H,S/n,n,...]."""
+    """Split slots into units: [B,H,S,...] -> [B,H,S/n,n,...]."""
     return x.reshape(*x.shape[:2], -1, n, *x.shape[3:])
 
 
 def _of_layers(each: list[Array]) -> Array:
-    """[B,H,n,D] of several layers -> [B,layers*H,n,D]: those of one head side by side."""
+    """Stack [B,H,n,D] of several layers to [B,layers*H,n,D], the layers of each head side by side."""
     b, h, n, d = each[0].shape
     return jnp.stack(each, 2).reshape(b, h * len(each), n, d)
 
@@ -139,7 +161,7 @@ def _of_layers(each: list[Array]) -> Array:
 def _encoded(
     config: TierConfig, k: Array, v: Array, live: Array, queries: Queries | None
 ) -> tuple[Any, list[Code | None]]:
-    """Codecs of keys and of values that those which are live bool[B,Hs,n] taught, and codes; None: another layer's."""
+    """Fit and encode keys and values, live bool[B,Hs,n]. Returns codecs and codes; a code in another layer is None."""
     taught: list[Codec | None] = []
     out: list[Code | None] = []
     for codec, x in ((config.k, k), (config.v, v)):

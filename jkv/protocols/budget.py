@@ -1,4 +1,4 @@
-"""Budgets: how many tokens."""
+"""Budgets: how many tokens each layer and row may keep."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a budget is to be divided for: rows of at most `longest` tokens, `new` of them after the prompt.
+    """Request to divide a budget: the lengths that a cache must serve.
 
-    recent: newest tokens that stay exact in any case. lengths: of the prompts, with a statistic f[L,B,...] of each
-    layer, where the budget wants one and they have been read.
+    Attributes:
+        longest: maximum number of tokens of a row, prompt and generated together.
+        new: how many of these follow the prompt.
+        recent: newest tokens, which always stay exact.
+        lengths: prompt lengths, given with `statistic`.
+        statistic: f[L,B,...], one statistic of each layer and row, if the budget asks for one (`Budget.statistic`) and
+            the prompts were already prefilled; else None.
     """
 
     longest: int
@@ -34,11 +39,16 @@ class Demand:
 
 @part
 class LayerSize:
-    """What one layer gets of a budget: numbers of tokens of a kv head, recent window included.
+    """One layer's part of a budget, in tokens per kv head, recent window included.
 
-    tokens: at most; beyond: so many more for what follows a prompt; points: (mean of all layers, tokens of this one),
-    evenly spaced, where the mean follows the row; whole: kv heads that hold every token, and all; first: the most and
-    the least that a row has in the first tier, or None: as the tier is configured.
+    Attributes:
+        tokens: maximum number of tokens.
+        beyond: additional tokens reserved for text after the prompt.
+        points: (mean over all layers, tokens of this layer) pairs with evenly spaced means, for budgets whose mean
+            depends on the row: a row's limit is interpolated between them. Empty if it does not.
+        whole: (kv heads that keep every token, kv heads).
+        first: (largest, smallest) number of slots that a row has in the first tier, or None for the tier's configured
+            size.
     """
 
     tokens: int
@@ -48,59 +58,88 @@ class LayerSize:
     first: tuple[int, int] | None = None
 
     def within(self, most: int) -> LayerSize:
-        """The same where no row has more than `most` tokens."""
+        """Return this size, capped at `most` tokens per row."""
         tokens, every = min(self.tokens, most), min(self.tokens + self.beyond, most)
         return replace(self, tokens=tokens, beyond=every - tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A budget divided: what each layer gets, and what each row got of it, i[L,B], where a statistic decided."""
+    """A divided budget.
+
+    Attributes:
+        layers: the size of each layer.
+        rows: i[L,B] tokens of each layer and row, if a statistic of the prompts decided; else None.
+    """
 
     layers: tuple[LayerSize, ...]
     rows: np.ndarray | None = None
 
 
 class Layer(Protocol):
-    """What a budget may know of a layer at a flush."""
+    """Properties of a layer that a budget may read at a flush."""
 
     @property
     def size(self) -> LayerSize: ...
 
     @property
-    def recent(self) -> int: ...  # newest tokens that stay exact
+    def recent(self) -> int: ...  # newest tokens, which always stay exact
 
     @property
-    def unit(self) -> int: ...  # tokens that enter and leave together
+    def unit(self) -> int: ...  # tokens that enter and leave a tier together
 
 
 class Budget:
-    """How many tokens. Shapes are host integers; how much of a shape is used may depend on the row."""
+    """Number of tokens to keep. Subclasses implement `sizes`.
 
-    bounded: bool = True  # fewer tokens than the model's context can be asked for
-    on_top: bool = False  # what follows the prompt is kept `beyond` the budget
-    statistic: Literal["layer", "ranks"] | None = None  # wanted of prompts: `Score.statistic`, or ranks of all tokens
+    Array shapes come from `sizes`, which runs on the host before the cache is allocated. `limit` runs at each flush and
+    may let a row use fewer slots than its layer has.
+
+    Attributes:
+        bounded: a smaller number of tokens than the model's context can be configured.
+        on_top: tokens after the prompt are kept in addition to the budget (`beyond`).
+        statistic: what the budget must know of the prompts before it is divided: "layer" (`Score.statistic`), "ranks"
+            (the rank of every token), or None.
+    """
+
+    bounded: bool = True
+    on_top: bool = False
+    statistic: Literal["layer", "ranks"] | None = None
 
     def bound(self, params: Params) -> Budget:
-        """This budget with what was found out about the model; ValueError if there is nothing."""
+        """Return this budget with the statistics calibrated for the model; ValueError if there are none."""
         return self
 
     def of(self, change: Callable[[Any], Budget]) -> Budget:
-        """This budget with another size: what `change` makes of the size that it has."""
+        """Return this budget with its size replaced by `change(size)`."""
         return self
 
     def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
-        """What each layer of a model gets; without the statistic that it wants, what layers get that are all alike."""
-        raise NotImplementedError  # its own in every budget
+        """Divide the budget over the layers of a model.
+
+        Args:
+            model: the model.
+            demand: lengths to serve. If `demand.statistic` is None, a budget that depends on it returns equal layers.
+
+        Returns:
+            One LayerSize per layer, and the tokens of each row if the statistic decided them.
+        """
+        raise NotImplementedError
 
     def for_layer(self, model: ModelConfig, layer: int) -> Budget:
-        """What this layer's flushes ask for its limit: this budget, or the layer's own."""
+        """Return the budget whose `limit` one layer's flushes call: this one, unless layers differ."""
         return self
 
     def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
-        """i32[B] tokens that each row of a layer may hold, recent window included; share i32[B]: of `Sizes.rows`."""
+        """Return the number of tokens that each row of a layer may hold, i32[B], recent window included.
+
+        Args:
+            layer: the layer's size, recent window and unit.
+            counts: tokens of each row.
+            share: i32[B] tokens that `Sizes.rows` gave this layer, or None.
+        """
         return jnp.full_like(counts.seen, layer.size.tokens)
 
     def beyond(self, counts: Counts, recent: int) -> Array:
-        """i32[B] of these tokens that are kept on top of what the prompt was given."""
+        """Return how many tokens of each row are kept in addition to the prompt's budget, i32[B]."""
         return jnp.zeros_like(counts.seen)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @value
 class Code:
-    """Encoded keys or values. Every leaf starts (rows, heads, slots) or (rows, heads, slots / grain)."""
+    """Encoded keys or values.
+
+    Attributes:
+        slots: pytree of arrays with one entry per token, (rows, heads, slots, ...).
+        grains: pytree of arrays with one entry per group of tokens, such as scales: (rows, heads, slots / grain, ...).
+    """
 
     slots: Any
     grains: Any = ()
@@ -28,17 +33,22 @@ class Code:
 
 @value
 class KernelCodes:
-    """Codes as the kernels read them: x[t,d] = code[t,d] * step[t // a, d // c] + low[t // a, d // c].
+    """Codes in the layout that kernels read: x[t,d] = code[t,d] * step[t // a, d // c] + low[t // a, d // c].
 
-    x is of D channels as the codec contracts them, which its two ends (`Codec.query`, `output`) make keys and values.
+    x has the D channels that the codec contracts; `Codec.query` and `Codec.output` convert between these and the
+    channels of keys and values.
 
-    codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first; of 3
-    bits the lower two lie in front of all third ones, each packed so.
-    step, low f[B,H,C/a,D/c]: shared by a tokens and c channels; None for floats. low is also None in two cases: uint8
-    steps, which are exponents: x = (code - 2**(bits - 1)) * 2**(step - 127); and a table: x = table[code] * step.
-    table bf16[B,H,2**bits], of numbers that float16 holds too; or None.
-    kept uint8[B,H,C,D/8], or None: all channels are. Channel d is if bit d % 8 of byte d // 8 says so; codes are then
-    the floats [B,H,C,K] of the K kept channels of each token, in their order, and the others are 0.
+    Attributes:
+        codes: floats [B,H,C,D], or uint8[B,H,C,D*bits/8]: byte r holds channels r, r + D*bits/8, ..., low bits first.
+            For 3 bits, the lower two bits of all channels come before all third bits, each part packed this way.
+        step: f[B,H,C/a,D/c], shared by a tokens and c channels; None for floats. If it is uint8, it holds exponents: x
+            = (code - 2**(bits - 1)) * 2**(step - 127).
+        low: the same shape as `step`; None for floats, exponent steps and tables.
+        kept: uint8[B,H,C,D/8] bitmap of stored channels, or None if all are stored. Channel d is stored if bit d % 8 of
+            byte d // 8 is set; `codes` then holds the K stored channels of each token as floats [B,H,C,K], in order,
+            and the other channels are 0.
+        table: bf16[B,H,2**bits] of values that float16 represents too, or None: x = table[code] * step.
+        bits: bits per code; 0 for floats.
     """
 
     codes: Array
@@ -46,105 +56,128 @@ class KernelCodes:
     low: Array | None = None
     kept: Array | None = None
     table: Array | None = None
-    bits: int = static(default=0)  # of a code; 0: floats
+    bits: int = static(default=0)
 
 
 class Codec:
-    """How bytes are kept, for one row and one head: the runtime maps over both.
+    """Storage format of keys or values. Subclasses implement `encode` and `decode`.
 
-    Its arrays, if it has any, are [L,H,...], or [L,1,...] for all kv heads: one head of one layer sees its own part.
-    With `heads` g it is written for g kv heads at a time, D the channels of all of them side by side, [L,H/g,...]; they
-    keep the same tokens.
+    Every method sees one row and one kv head, x f[n,D]; `jkv.cache.codec_map` maps it over both. Array fields are
+    `leaf()`s of shape [L,H,...], or [L,1,...] if all kv heads share them, and a method sees its own layer's and head's
+    slice. With `heads` = g, a method sees g kv heads at once: D counts their channels side by side, array fields are
+    [L,H/g,...], and these heads must keep the same tokens.
 
-    Law: logits(query(q), c) + shift(q) == q . decode(c) and output(mix(w, c), w.sum(1)) == w @ decode(c). A codec that
-    can contract codes without decoding them writes logits and mix itself; what is decoded otherwise is one tile. Codes
-    of another basis, or of fewer channels (W for D), have two ends: queries go in and sums of values come out by
-    `query`, `shift` and `output`, once for all slots of a tier.
+    Attention over codes must equal attention over decoded numbers:
+
+        logits(query(q), c) + shift(q)[:, None] == q @ decode(c).T
+        output(mix(w, c), w.sum(1)) == w @ decode(c)
+
+    The defaults decode one tile of slots at a time. Override `logits` and `mix` to contract codes without decoding
+    them. A codec that stores another basis, or W instead of D channels, overrides `query`, `shift` and `output` (or
+    `output` alone), which run once per query and not once per slot.
+
+    Attributes:
+        taught: its arrays are fitted on each prompt, when the prompt is first encoded (`fit`).
+        needs: runtime inputs of `fit`: the newest queries of the prompt.
+        by_head: the arrays from `bound` are per kv head.
+        heads: kv heads encoded together, a divisor of H; 0 means all.
+        layers: layers encoded together; only the lowest of them stores codes.
+        grain: group size: tokens encoded, moved and evicted together.
+        within: values have no code of their own, because they are channels of the keys.
+        exact: codes are the numbers themselves: they are read without a decoded copy, and a merge may change them.
     """
 
-    taught: bool = False  # its arrays are made of each prompt, when it is first encoded (`fit`)
-    needs: Needs = Needs()  # of each prompt that teaches it: the newest queries
-    by_head: bool = False  # its arrays are of each kv head, once it is bound
-    heads: int = 1  # kv heads that are coded together, a divisor of H; 0: all of them
-    layers: int = 1  # layers that are coded together; the upper ones of them have no codes of their own
-    grain: int = 1  # tokens that are coded, moved and dropped together
-    within: bool = False  # its code is that of the keys: it is for values that are a part of them
-    exact: bool = False  # codes are the numbers themselves: read without a decoded copy, and a merge may change them
+    taught: bool = False
+    needs: Needs = Needs()
+    by_head: bool = False
+    heads: int = 1
+    layers: int = 1
+    grain: int = 1
+    within: bool = False
+    exact: bool = False
 
     @property
     def label(self) -> str:
-        """Its name for people, such as "4 bits"."""
+        """Display name, such as "4 bits"."""
         return type(self).__name__.lower()
 
     def bound(self, params: Params) -> Codec:
-        """This codec with the arrays that were made for the model; ValueError if there are none."""
+        """Return this codec with the arrays calibrated for the model; ValueError if there are none."""
         return self
 
     def for_layer(self, model: ModelConfig, layer: int) -> Codec:
-        """This codec in one layer of a model: its arrays are those of the layer, `heads` is a number."""
+        """Return the codec of one layer: its arrays are that layer's, and `heads` is a number instead of 0."""
         return self
 
     def check(self, dim: int) -> None:
-        """Raise ValueError for keys or values of `dim` channels that it cannot keep, naming what would work."""
+        """Raise ValueError, naming an alternative, if keys or values of `dim` channels cannot be stored."""
 
     def fit(self, x: Array, live: Array, q: Array) -> Codec:
-        """This codec with arrays, whose shapes do not depend on n, made of those of x f[n,D] with live bool[n].
+        """Fit the codec's arrays on one prompt, if it is `taught`.
 
-        q f[N,D]: the rotated queries that it `needs`, of all heads that read the code, 0 where there are fewer.
+        Args:
+            x: f[n,D], the keys or values to encode.
+            live: bool[n], which of them are tokens.
+            q: f[N,D], the rotated queries that it `needs`, of all query heads that read the code; 0 where the prompt
+                has fewer.
+
+        Returns:
+            This codec with arrays whose shapes do not depend on n.
         """
         return self
 
     def of_layers(self, n: int) -> Codec:
-        """This codec for the heads of n layers, those of one head side by side, as they are encoded."""
+        """Return the codec that encodes n layers together; the layers of each head lie side by side."""
         return self
 
     def in_layer(self, i: int, n: int) -> Codec:
-        """The codec for the heads of the i-th of these n layers, which reads the codes of all."""
+        """Return the codec with which the i-th of n layers reads the codes that all n share."""
         return self
 
     def encode(self, x: Array) -> Code:
-        """x f[n,D], n a multiple of the grain; the shapes of what it makes are the byte formula."""
-        raise NotImplementedError  # its own in every codec
+        """Encode x f[n,D], n a multiple of `grain`. The shapes of the result determine the bytes of the cache."""
+        raise NotImplementedError
 
     def decode(self, code: Code) -> Array:
-        """f32[n,D]."""
-        raise NotImplementedError  # its own in every codec
+        """Decode to f32[n,D]."""
+        raise NotImplementedError
 
     def rate(self, dim: int) -> float:
-        """Bits of a number of keys or values with `dim` channels, metadata included; plain floats are bfloat16."""
+        """Return the bits per number for `dim` channels, metadata included; plain floats count as bfloat16."""
         x = jax.ShapeDtypeStruct((self.grain, dim), jnp.bfloat16)
         code = jax.eval_shape(self.encode, x)
         return round(8 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(code)) / x.size, 4)
 
     def parts(self, code: Code) -> Sequence[Array]:
-        """f32[n,W/p] of p stretches of channels: what is contracted, before it is put together.
+        """Decode to p channel slices, f32[n,D/p] each, without joining them.
 
-        Numbers that share bytes come apart without being moved; XLA for CPUs joins them ten times as slowly.
+        `logits` and `mix` contract the slices one by one. Numbers that share bytes unpack into slices without being
+        moved, and XLA on CPUs takes ten times as long to join them.
         """
         return (self.decode(code),)
 
     def kernel_codes(self, code: Code) -> KernelCodes | None:
-        """The same codes as kernels read them (without the axes of rows and heads), or None: no kernel reads them."""
+        """Return the code as kernels read it, without the row and head axes, or None if no kernel can."""
         return None
 
     def query(self, q: Array) -> Array:
-        """f[N,W]: what the codes of keys are asked, of queries f[N,D]."""
+        """Map queries f[N,D] to the channels of the key codes, f[N,W]."""
         return q
 
     def shift(self, q: Array) -> Array | None:
-        """f32[N]: what the logits of queries f[N,D] have beside those of codes, whatever the key; None: nothing."""
+        """Return what to add to the logits of queries f[N,D] for every key, f32[N], or None for nothing."""
         return None
 
     def output(self, acc: Array, l: Array) -> Array:  # noqa: E741
-        """f32[N,D] of sums f32[N,W] of coded values, whose weights sum to l f32[N]."""
+        """Map sums of coded values f32[N,W], with total weights l f32[N], to sums of values f32[N,D]."""
         return acc
 
     def logits(self, q: Array, tile: Code) -> Array:
-        """f32[N,n] of queries f32[N,W] as `query` makes them, unscaled."""
+        """Return unscaled logits f32[N,n] of queries f32[N,W], as `query` returns them, over a tile of codes."""
         parts = self.parts(tile)
         qs = jnp.split(q, len(parts), 1)
         return reduce(jnp.add, [products(a, x) for a, x in zip(qs, parts, strict=True)])
 
     def mix(self, w: Array, tile: Code) -> Array:
-        """w f32[N,n] -> f32[N,W], of which `output` makes f32[N,D]."""
+        """Sum the coded values of a tile with weights w f32[N,n]: f32[N,W], the input of `output`."""
         return jnp.concatenate([jnp.einsum("qn,nd->qd", w, x) for x in self.parts(tile)], 1)

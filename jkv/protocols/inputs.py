@@ -1,4 +1,4 @@
-"""Inputs that a method needs from the runtime, and the values that it is given."""
+"""Inputs that a method declares, and the values that the runtime passes for them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from jax import Array
 
 from jkv.arrays.pytree import static, value
 
-Columns = dict[str, Array]  # f32[B,H,S]: what a score remembers of a token; it travels with the token
+Columns = dict[str, Array]  # f32[B,H,S] each: numbers that a score stores per token; they move with the token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Inputs that a method needs from the runtime; others are not computed."""
+    """Inputs that a method needs from the runtime; others are not computed.
 
-    queries: int = 0  # kept after a flush: the newest n
-    recent: int = 0  # newest tokens that it cannot rank yet: the recent window holds so many
-    new: bool = False  # the queries since the last flush
-    prompt: bool = False  # those of a prompt or a piece of it, as new ones; of what is generated the newest n alone
-    chunks: Literal["any", "own", "none"] = "any"  # of a prompt: as good as the whole, part of the method, or refused
-    layer: int | None = None  # the lower layer whose cache it reads, by number; -1: the one directly below
+    Attributes:
+        queries: number of newest queries kept over a flush (`Evidence.kept`).
+        recent: newest tokens that the score cannot rank yet; the recent window holds at least this many.
+        new: all queries since the last flush (`Evidence.new`).
+        prompt: all queries of a prompt or chunk (`Evidence.new`), but only the newest `queries` while generating.
+        chunks: whether a prompt may be prefilled in chunks: "any" gives the same result as the whole prompt, "own"
+            means that chunks are part of the method, "none" is refused.
+        layer: lower layer whose cache the score reads (`Evidence.lower`); -1 for the one directly below, None for none.
+    """
+
+    queries: int = 0
+    recent: int = 0
+    new: bool = False
+    prompt: bool = False
+    chunks: Literal["any", "own", "none"] = "any"
+    layer: int | None = None
 
     def __or__(self, other: Needs) -> Needs:
-        """Of both; ValueError for two lower layers."""
+        """Combine the needs of two methods; ValueError if they read different lower layers."""
         cuts, layers = (self.chunks, other.chunks), {x for x in (self.layer, other.layer) if x is not None}
         if len(layers) > 1:
             raise ValueError(f"one score reads one lower layer, and {sorted(layers)} are asked for: keep one of them")
@@ -42,10 +52,16 @@ class Needs:
 
 @value
 class Born:
-    """New tokens of one layer: its normed input x f[B,T,E], k (rotated) [B,H,T,D], v [B,H,T,Dv]; pos and ids i32[B,T],
-    -1 dead.
+    """New tokens of one layer, at the moment their keys and values are computed.
 
-    out f[E,H G Dv]: the layer's matrix that heads go out by; step: they are generated, one a row; else a prompt's.
+    Attributes:
+        x: f[B,T,E], the layer's normed input.
+        k: [B,H,T,D] rotated keys.
+        v: [B,H,T,Dv] values.
+        pos: i32[B,T] positions, -1 dead.
+        ids: i32[B,T] token ids, -1 dead.
+        out: f[E,H*G*Dv], the layer's attention output projection.
+        step: True for generated tokens, one per row; False for a prompt's.
     """
 
     x: Array
@@ -59,7 +75,13 @@ class Born:
 
 @value
 class Counts:
-    """Tokens i32[B] of each row: seen, of its prompt, and given after it (`extend`); the others are generated."""
+    """Number of tokens of each row, i32[B].
+
+    Attributes:
+        seen: all tokens.
+        prompt: tokens of the prompt.
+        later: tokens given after the prompt (`extend`). The remaining ones are generated.
+    """
 
     seen: Array
     prompt: Array
@@ -67,14 +89,15 @@ class Counts:
 
     @property
     def generated(self) -> Array:
+        """Generated tokens, i32[B]."""
         return self.seen - self.prompt - self.later
 
     def given(self, n: Array, later: bool) -> Counts:
-        """After n i32[B] tokens more of the prompt, or of what is given after it."""
+        """Count n i32[B] more tokens: of text after the prompt if `later`, else of the prompt."""
         more = {"later": self.later + n} if later else {"prompt": self.prompt + n}
         return replace(self, seen=self.seen + n, **more)
 
 
 def needs_of(*parts: Any) -> Needs:
-    """The needs of all scores, merges and selectors that are not None."""
+    """Combine the needs of all scores, merges, selectors and codecs that are not None."""
     return reduce(or_, (part.needs for part in parts if part is not None), Needs())

@@ -1,4 +1,4 @@
-"""Merges: what the evicted leave."""
+"""Merges: how evicted tokens change the tokens that stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 @value
 class Lost:
-    """Evicted tokens: index i32[B,H,n] in S, S for none; k (rotated), v [B,H,n,D], in a pool [B,1,n,D]."""
+    """Evicted tokens.
+
+    Attributes:
+        index: i32[B,H,n] indices into S; S for none.
+        k: [B,H,n,D] rotated keys, [B,1,n,D] if heads share slots.
+        v: [B,H,n,Dv] values, [B,1,n,Dv] if heads share slots.
+    """
 
     index: Array
     k: Array
@@ -25,47 +31,69 @@ class Lost:
 
 
 class Entries(Protocol):
-    """The tokens of S as a merge reads them: of tiers only those that it may change."""
+    """Access to the tokens of S that a merge may change; codes of other tiers stay as they are."""
 
     def open(self, index: Array) -> Array:
-        """bool[B,H,m]: which of entries i32[B,H,m] may change."""
+        """Return which of the entries at index i32[B,H,m] may change, bool[B,H,m]."""
         ...
 
     def read(self, index: Array) -> tuple[Array, Array]:
-        """k, v f32[B,H,m,D] of entries that may change."""
+        """Return k, v f32[B,H,m,D] of entries that may change."""
         ...
 
 
 class Merge:
-    """What the evicted leave: kept entries change, or a state beside the tiers does. Its arrays, if any, are [L,...].
+    """What becomes of evicted tokens. Array fields are stacked over layers, [L,...].
 
-    changes: "none"; "some": newcomers before they are encoded, and slots of codecs that are exact; "all": every
-    entry at each flush, only for codecs that are exact.
+    There are two kinds. A merge into kept entries overrides `into`, and `remember` if it stores columns. A merge with a
+    state beside the tiers overrides `empty`, `absorb` and `attend`, and sets `changes = "none"`.
+
+    Attributes:
+        needs: runtime inputs.
+        changes: entries that `into` may change. "none"; "some": newcomers before they are encoded, and slots of exact
+            codecs; "all": every entry at each flush, which requires exact codecs.
     """
 
     needs: Needs = Needs()
     changes: Literal["none", "some", "all"] = "some"
 
     def bound(self, params: Params) -> Self:
-        """This merge with the weights that were trained for the model; ValueError if there are none."""
+        """Return this merge with the weights trained for the model; ValueError if there are none."""
         return self
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
-        """(i32[B,H,m], k, v f32[B,H,m,D]): which entries of S change, S for none, and into what; kept bool[B,H,S]."""
-        raise NotImplementedError  # its own in every merge that changes entries
+        """Choose the kept entries that absorb the evicted tokens, and their new keys and values.
+
+        Args:
+            ev: the evidence of this flush.
+            kept: bool[B,H,S], live entries that stay.
+            lost: the evicted tokens.
+            entries: the entries that may change.
+
+        Returns:
+            index i32[B,H,m] into S, S for none; new k, v f32[B,H,m,D] for these entries.
+        """
+        raise NotImplementedError
 
     def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
-        """Columns f32[B,H,S] of the entries that stay, after the merge."""
+        """Return the columns f32[B,H,S] of the kept entries after the merge; arguments as in `into`."""
         return ev.columns
 
     def empty(self, rows: int, model: ModelConfig) -> Any:
-        """The state of a layer that has lost nothing: arrays [B,...] or [B,H,...]; None: it has no state."""
+        """Return the state of a layer that has evicted nothing: arrays [B,...] or [B,H,...]; None without a state."""
         return None
 
     def absorb(self, state: Any, ev: Evidence, lost: Lost) -> Any:
-        """The state with what is evicted at this flush."""
+        """Return the state after the tokens evicted at this flush."""
         return state
 
     def attend(self, state: Any, q: Array, found: Partial, scale: Scale) -> Partial:
-        """Attention of rotated q [B,H,G,T,D] over the state too, where `found` is over everything that is kept."""
+        """Add attention over the state to `found`, the attention over all kept tokens.
+
+        Args:
+            state: the state.
+            q: [B,H,G,T,D] rotated queries.
+            found: Partial of attention over the tiers and the window.
+            scale: multiplies q . k.
+        """
         return found

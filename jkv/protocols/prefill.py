@@ -1,4 +1,4 @@
-"""Prefills: how a prompt gets into a cache."""
+"""Prefills: how a prompt enters an empty cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeTokens:
-    """Tokens that are read after a prompt for their queries alone; nothing of them is kept.
+    """Tokens that are run after a prompt for their queries only; their keys and values are discarded.
 
-    ids: those of each row; span: the positions of the prompt [first, end) that they ask about, for each row.
+    Attributes:
+        ids: token ids of each row.
+        span: prompt positions [first, end) of each row that the queries are about.
     """
 
     ids: list[list[int]]
@@ -28,15 +30,17 @@ class ProbeTokens:
 
 
 Say = Callable[[Any, list[list[int]], int], list[list[int]]]
-PROBED = "probed"  # the column that a probe fills, of whatever score has it
+PROBED = "probed"  # column that a probe fills, if the score has it
 
 
 @value
 class Worth:
-    """What attention is worth to what a model says: p[i,j] of query head hg is worth p[i,j] query_i key_hgj.
+    """Weights query_i * key_hgj of attention probabilities p[i,j] of query head (h,g), by their effect on the output.
 
-    query f32[B,N]: |d sum_t |y_t|^2 / d a_i|, y behind the last layer and a what this one's heads add together, behind
-    the matrix that they go out by; key f32[B,H,G,S]: |W_hg v_j|, W_hg the columns of that matrix for a query head.
+    Attributes:
+        query: f32[B,N], |d sum_t |y_t|^2 / d a_i|: y is the last layer's output, a the sum of this layer's heads after
+            the output projection.
+        key: f32[B,H,G,S], |W_hg v_j|: W_hg are the columns of the output projection for one query head.
     """
 
     query: Array
@@ -44,96 +48,120 @@ class Worth:
 
 
 class Probe:
-    """Queries that a prompt does not have, and what they find out about its tokens."""
+    """Extra queries after a prompt, and the column that they compute. Subclasses implement `texts` and `observe`.
 
-    graded: ClassVar[bool] = False  # it asks what their attention is worth, which takes a pass back through the model
+    Attributes:
+        graded: `observe` receives `Worth`, which takes a backward pass through the model.
+    """
+
+    graded: ClassVar[bool] = False
 
     def check(self, config: Any, model: ModelConfig) -> None:
-        """Raise ValueError if it cannot work with the rest of a CacheConfig."""
+        """Raise ValueError if this probe cannot work with the rest of a CacheConfig."""
 
     def texts(self, params: Params, rows: list[list[int]], say: Say) -> list[ProbeTokens]:
-        """Read one by one after the prompts of these token ids; one program serves those of one padded length.
+        """Return the token sequences to run one after the other after the prompts.
 
-        say(model, rows, n): the n tokens that a model generates greedily after each row.
+        Sequences of one padded length share a compiled program.
+
+        Args:
+            params: the model.
+            rows: token ids of each prompt.
+            say: say(model, rows, n) generates n tokens greedily after each row.
         """
-        raise NotImplementedError  # its own in every probe
+        raise NotImplementedError
 
     def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
-        """f32[B,H,S]: the column after these queries, ev.new, from the old one; span i32[B,2].
+        """Return the column f32[B,H,S] after the probe's queries, `ev.new`.
 
-        ev.seen and ev.prompt count the tokens before the probe; worth: of its attention, if it is graded.
+        Args:
+            ev: the evidence; `ev.seen` and `ev.prompt` count the tokens before the probe.
+            span: i32[B,2], from `ProbeTokens.span`.
+            old: f32[B,H,S], the column before these queries.
+            worth: weights of the attention if the probe is `graded`, else None.
         """
-        raise NotImplementedError  # its own in every probe
+        raise NotImplementedError
 
 
 class Reading(Protocol):
-    """The prompts of one call, and the programs that read them into caches."""
+    """The prompts of one call and the compiled programs that prefill them; what `Prefill.__call__` works with."""
 
     @property
     def params(self) -> Params: ...
 
     @property
-    def rows(self) -> list[list[int]]: ...  # token ids
+    def rows(self) -> list[list[int]]: ...  # token ids of each prompt
 
     def of(self, rows: list[list[int]]) -> Reading:
-        """The same of other prompts."""
+        """Return a copy for other prompts."""
         ...
 
     def draft(self, params: Params, config: Any) -> Reading:
-        """The same by another model and config."""
+        """Return a copy for another model and CacheConfig."""
         ...
 
     def empty(self) -> Any:
-        """An empty cache of the config."""
+        """Allocate an empty cache of the config."""
         ...
 
     def prefill(self) -> tuple[Any, Array]:
-        """Cache and logits; every layer compresses as soon as it has attended, after each chunk."""
+        """Prefill and return cache and logits; every layer compresses as soon as it has attended, after each chunk."""
         ...
 
     def dense(self) -> tuple[Any, Array]:
-        """Cache and logits of the prompts in one piece, of which all stays in the recent windows."""
+        """Prefill in one piece without compression, all tokens in the recent windows; return cache and logits."""
         ...
 
     def texts(self, probe: Probe) -> list[ProbeTokens]:
-        """What the probe reads after the prompts; ValueError where the model's context has no room for it."""
+        """Return the sequences that the probe runs after the prompts; ValueError if the context is too short."""
         ...
 
     def probe(self, dense: Any, probe: Probe, texts: list[ProbeTokens]) -> Any:
-        """The dense cache after the probe has filled its column by these texts."""
+        """Run the probe's sequences on the uncompressed cache and return it with the probe's column filled."""
         ...
 
     def statistic(self, dense: Any) -> np.ndarray:
-        """f[L,B,...]: what every layer says of its prompt (`Score.statistic`)."""
+        """Return `Score.statistic` of every layer of the uncompressed cache, f[L,B,...]."""
         ...
 
     def compress(self, empty: Any, dense: Any) -> Any:
-        """The empty cache, of the sizes of a statistic if its budget wants one, after one flush of the other."""
+        """Flush the uncompressed cache once into the empty one, resized by the statistic if the budget has one."""
         ...
 
 
 @part
 class Prefill:
-    """How a prompt gets into an empty cache. This one: in one pass, whole or in chunks."""
+    """How a prompt enters an empty cache. This class: one compressing pass, whole or in chunks.
 
-    splits: ClassVar[bool] = True  # a prompt in two pieces gives the same cache, if no token leaves in between
-    defers: ClassVar[bool] = False  # all of a prompt stays until all is known, and then it is compressed once
-    skips: ClassVar[bool] = False  # tokens of a prompt may never be read
-    coded: ClassVar[bool] = False  # queries of a prompt see keys and values as they will be stored
-    probe: ClassVar[Probe | None] = None  # queries that the prompt does not have: they fill the column `PROBED`
-    beside: ClassVar[str] = ""  # what it does beside one pass, as the predicate of a sentence
+    Subclasses override `__call__`, or set the class variables and override `pruning`.
+
+    Attributes:
+        splits: a prompt prefilled in two pieces gives the same cache, if no token is evicted in between.
+        defers: the whole prompt stays uncompressed until it is known, then it is compressed once.
+        skips: some prompt tokens may never run through the model.
+        coded: prompt queries attend to keys and values as they will be stored.
+        probe: extra queries that fill the column `PROBED`, or None.
+        beside: what it does besides one pass, as the predicate of a sentence in error messages.
+    """
+
+    splits: ClassVar[bool] = True
+    defers: ClassVar[bool] = False
+    skips: ClassVar[bool] = False
+    coded: ClassVar[bool] = False
+    probe: ClassVar[Probe | None] = None
+    beside: ClassVar[str] = ""
 
     def bound(self, params: Params) -> Self:
-        """The same with the weights that it needs of a model; ValueError if they were trained for another."""
+        """Return this prefill with the weights trained for the model; ValueError if they belong to another model."""
         return self
 
     def pruning(self, model: ModelConfig, layer: int) -> Any:
-        """The `memory.layer.Pruning` of the tokens that go on after a layer, or None: all do."""
+        """Return the `jkv.cache.spec.Pruning` of the tokens that continue after a layer, or None if all do."""
         return None
 
     def check(self, config: Any, model: ModelConfig, chunk: int) -> None:
-        """Raise ValueError if it cannot work with the rest of a CacheConfig, or in chunks of `chunk` tokens."""
+        """Raise ValueError if this prefill cannot work with a CacheConfig, or in chunks of `chunk` tokens."""
 
     def __call__(self, reading: Reading) -> tuple[Any, Array]:
-        """The cache after the prompts, and the logits of what comes next."""
+        """Prefill the prompts. Returns the cache after them and the logits of the next token."""
         return reading.prefill()

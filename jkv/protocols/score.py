@@ -14,43 +14,62 @@ if TYPE_CHECKING:
 
 
 class Score:
-    """Who stays. Only `rank` must be written. Its arrays, if it has any, are [L,...]: a layer sees its own part."""
+    """Rank tokens for eviction. Subclasses implement `rank`.
+
+    The runtime calls `birth` for new tokens, then `observe` and `rank` at each flush. Array fields are stacked over
+    layers, [L,...]; a layer sees its own slice. A score keeps no state but its columns: numbers per token, f32[B,H,S],
+    that move with the token.
+
+    Attributes:
+        needs: runtime inputs, such as the newest queries.
+        uniform: all kv heads keep the same tokens (Hs = 1).
+    """
 
     needs: Needs = Needs()
-    uniform: bool = False  # one set of tokens for all kv heads
+    uniform: bool = False
 
     def bound(self, params: Params) -> Self:
-        """This score with the weights that were trained for the model; ValueError if there are none."""
+        """Return this score with the weights trained for the model; ValueError if there are none."""
         return self
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
-        """This score in one layer of a model."""
+        """Return the score of one layer."""
         return self
 
     def statistic(self, ev: Evidence) -> Array:
-        """f32[B,...]: what a layer says of an uncompressed prompt; f32[B] where a budget is divided by it."""
-        raise NotImplementedError  # only of scores that prompt compression or a budget with a `statistic` reads
+        """Return a layer's statistic f32[B,...] of an uncompressed prompt, for prompt compression or for a budget.
+
+        A budget with `statistic = "layer"` divides itself by it and needs f32[B].
+        """
+        raise NotImplementedError
 
     def birth(self, new: Born) -> Columns:
-        """Columns of new tokens."""
+        """Return the initial columns f32[B,H,T] of new tokens."""
         return {}
 
     def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
-        """i32[B,H,S]: the last position whose query may see each token at pos i32[B,1 or H,S]; None: all later ones.
+        """Return the last query position that may see each token, i32[B,H,S], or None if tokens never expire.
 
-        The first `slots` are tokens of tiers, the others a window, oldest first. It masks a prompt; a flush frees the
-        slots of what has expired, whether they are needed or not.
+        A prompt is masked by it, and a flush frees the slots of expired tokens even if no newcomer needs them.
+
+        Args:
+            columns: columns of the tokens.
+            pos: i32[B,1 or H,S] positions.
+            slots: how many of the tokens, from the first on, lie in tiers; the others are a window, oldest first.
         """
         return None
 
     def observe(self, ev: Evidence) -> Columns:
-        """Columns f32[B,H,S] after the new queries; every query is observed once."""
+        """Update the columns f32[B,H,S] by the new queries, `ev.new`; each query is observed exactly once."""
         return ev.columns
 
     def rank(self, ev: Evidence) -> Array:
-        """f32[B,Hs,S]: the highest stay; +inf is protected, -inf leaves. Among equals the older stays."""
-        raise NotImplementedError  # its own in every score, or in what `for_layer` makes of it
+        """Rank all tokens, f32[B,Hs,S]: the highest stay.
+
+        +inf is always kept and -inf is evicted; of equal ranks the older token stays.
+        """
+        raise NotImplementedError
 
     def by_query_head(self, ev: Evidence) -> Array:
-        """f32[B,Hs,G,S]: the rank that each query head gives, of which `rank` is the mean; or that one, G = 1."""
+        """Return the rank by each query head, f32[B,Hs,G,S], whose mean is `rank`; by default `rank` with G = 1."""
         return self.rank(ev)[:, :, None]

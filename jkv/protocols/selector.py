@@ -1,4 +1,4 @@
-"""Selectors: what a step reads."""
+"""Selectors: which pages of a tier a decode step reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 @value
 class Entered:
-    """n units of tokens that enter a tier: rotated keys k [B,H,n,u,D], pos i32[B,Hs,n,u], columns f32[B,H,n,u].
+    """n pages of u tokens each that enter a tier.
 
-    Keys are of the cache's type, and so can a summary be that is made of them. A unit of pos -1 is none. queries: the
-    newest, as many as the selector needs, or None; memo: what it remembers.
+    Attributes:
+        k: [B,H,n,u,D] rotated keys, in the cache's dtype; a summary made of them may have it too.
+        pos: i32[B,Hs,n,u] positions; a page of -1 is not written.
+        columns: f32[B,H,n,u] each, what the score stores per token.
+        queries: the newest queries, as many as the selector needs, or None.
+        memo: the selector's per-row memo.
     """
 
     k: Array
@@ -35,13 +39,19 @@ class Entered:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a selector sees when a step is about to read a tier.
+    """What a selector sees when a decode step is about to read a tier.
 
-    q f[B,H,G,D]: rotated queries of one token a row, columns f32[B,H]: of that token; pos, oldest i32[B,H,units]: the
-    newest and the oldest token of every unit, -1 for none; summary: of the units; memo: what the selector remembers of
-    the row; given i32[B,H,U]: what the nearest layer below picked, or None; alive bool[B]: whether a row has not ended.
-    logits(): q . k f32[B,H,G,C] of all slots, unscaled, read from the codes; logits(n): as if every key were n tokens
-    away, where keys are stored un-rotated.
+    Attributes:
+        q: f[B,H,G,D] rotated queries of one token per row.
+        columns: f32[B,H] each, columns of that token.
+        pos: i32[B,H,pages] position of the newest token of every page, -1 for an empty page.
+        oldest: i32[B,H,pages] position of the oldest token of every page, -1 for an empty page.
+        summary: summaries of all pages, leaves [B,H,pages,...].
+        memo: the selector's per-row memo.
+        given: i32[B,H,U] pages that the nearest lower layer picked, or None.
+        alive: bool[B], False for rows that have ended.
+        logits: logits() returns unscaled q . k f32[B,H,G,C] of all slots, read from the codes. logits(n) computes them
+            as if every key were n tokens away, if keys are stored before rotation.
     """
 
     q: Array
@@ -56,60 +66,82 @@ class Look:
 
 
 class Selector:
-    """What a step reads of a tier, in units of `unit` slots that enter and leave the tier together.
+    """Choice of the pages that a decode step reads. Subclasses implement `summarize` and `pick`.
 
-    Its arrays, if it has any, are of one layer after `for_layer`. A `stateful` selector is told what attention found,
-    after every step and every flush, and picks by what it remembers of each unit; one that `remembers` changes its memo
-    of a row at each step; one that `follows` picks by what a lower layer picked; one that `arranges` says which of the
-    newcomers of a head are a unit.
+    A page is `unit` slots that enter and leave a tier together. `summarize` runs when pages are written, `pick` at
+    every step. Array fields are those of one layer after `for_layer`.
+
+    Attributes:
+        unit: page size in slots.
+        most: maximum number of pages per step, including -1 entries.
+        needs: runtime inputs.
+        stateful: `observe` receives the attention of every step and flush, and updates the summaries.
+        remembers: `pick` changes the per-row memo at each step.
+        follows: `pick` uses the pages that a lower layer picked (`Look.given`).
+        arranges: `arrange` orders the newcomers of each head before they are cut into pages.
+        scans: `pick` reads every key.
     """
 
     unit: int = 1
-    most: int = 0  # units of a step, -1 among them
+    most: int = 0
     needs: Needs = Needs()
     stateful: bool = False
     remembers: bool = False
     follows: bool = False
     arranges: bool = False
-    scans: bool = False  # a pick reads every key
+    scans: bool = False
 
     def bound(self, params: Params) -> Selector:
-        """This selector with the weights that were trained for the model; ValueError if there are none."""
+        """Return this selector with the weights trained for the model; ValueError if there are none."""
         return self
 
     def for_layer(self, model: ModelConfig, layer: int) -> Selector | None:
-        """This selector in one layer of a model; None: the layer reads everything."""
+        """Return the selector of one layer, or None if the layer reads everything."""
         return self
 
     def reads(self, slots: int) -> int:
-        """Units of so many slots that a step reads, at most."""
+        """Return the maximum number of pages that a step reads of a tier with `slots` slots."""
         return min(self.most, -(-slots // self.unit))
 
     def summarize(self, new: Entered) -> Any:
-        """Leaves [B,H,n,...] of n units; written when the units are written."""
-        raise NotImplementedError  # its own in every selector
+        """Summarize n pages when they are written: any pytree with leaves [B,H,n,...]."""
+        raise NotImplementedError
 
     def arrange(self, k: Array, pos: Array) -> Array:
-        """i32[B,H,n]: the order in which newcomers, of rotated keys f[B,H,n,D] at i32[B,H,n], are cut into units; the
-        dead, of pos -1, are last and stay so."""
-        raise NotImplementedError  # its own in every selector that arranges
+        """Order newcomers before they are cut into pages, if the selector `arranges`.
+
+        Args:
+            k: f[B,H,n,D] rotated keys.
+            pos: i32[B,H,n] positions; dead entries, -1, are last and must stay last.
+
+        Returns:
+            i32[B,H,n] indices of the newcomers in their new order.
+        """
+        raise NotImplementedError
 
     def remember(self, look: Look) -> Any:
-        """A memo, leaves [B,H,...], whose shapes and types alone are used: it begins as zeros, without a summary."""
+        """Return a memo, leaves [B,H,...]; only its shapes and dtypes are used, because memos start as zeros.
+
+        It must not depend on `look.summary` and `look.memo`, which may be None.
+        """
         return None
 
     def renew(self, new: Entered) -> Any:
-        """The memo after a flush, by which the new units are summarized: zeros, as steps before it filled it."""
+        """Return the memo after a flush; new pages are summarized with it. The default resets it to zeros."""
         return jax.tree.map(jnp.zeros_like, new.memo)
 
     def pick(self, look: Look) -> tuple[Array, Any]:
-        """Units i32[B,H,U] to read, -1 none, and the memo for the next step."""
-        raise NotImplementedError  # its own in every selector
+        """Choose the pages i32[B,H,U] that a step reads, -1 for none, and return them with the next memo."""
+        raise NotImplementedError
 
     def observe(self, summary: Any, rows: Array, pos: Array) -> Any:
-        """The summary after n queries: rows f32[B,H,units,n], oldest first: the most that each paid in a unit.
+        """Update the summaries by the attention of n queries, if the selector is `stateful`.
 
-        After a step: what it read, 0 for other units. After a flush: the `needs.queries` newest, of all that is there.
-        pos i32[B,H,units]: the newest token of a unit, -1 for none.
+        Args:
+            summary: summaries of all pages.
+            rows: f32[B,H,pages,n], the maximum attention probability of each query in each page, oldest query first.
+                After a step: one query, 0 for pages that it did not read. After a flush: the `needs.queries` newest
+                queries, over all pages.
+            pos: i32[B,H,pages] position of the newest token of every page, -1 for an empty page.
         """
         return summary

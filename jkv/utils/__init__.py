@@ -1,1 +1,1 @@
-"""Python beside arrays: files, processes, the terminal, arguments."""
+"""Utilities without arrays: files, processes, terminal, argument validation."""

@@ -1,4 +1,4 @@
-"""The folder of compiled programs on disk: of a bounded size, and without entries that cannot be read."""
+"""Disk folder of compiled programs: bounded in size, without unreadable entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import platformdirs
 
 from jkv.utils.json_results import beside
 
-GIB = "JKV_PROGRAMS_GIB"  # the environment variable with the most that the folder keeps from one process to the next
+GIB = "JKV_PROGRAMS_GIB"  # environment variable: maximum size of the folder between processes
 DEFAULT = 2.0
 STAMP = ".checked"
 _CHUNK = 1 << 20
@@ -22,7 +22,9 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def limit() -> int:
-    """Bytes of programs that stay on disk: JKV_PROGRAMS_GIB x 2^30, else 2 GiB; raises ValueError for no such number.
+    """Return the maximum bytes of programs on disk: JKV_PROGRAMS_GIB x 2^30, by default 2 GiB.
+
+    Raises ValueError if the variable is not a number, 0 or more.
 
     >>> limit() / 2**30
     2.0
@@ -38,15 +40,15 @@ def limit() -> int:
 
 
 def tidy(folder: Path, most: int) -> None:
-    """Delete programs that cannot be read, then those that were used longest ago, until the rest has `most` bytes.
+    """Delete unreadable programs, then the least recently used, until at most `most` bytes are left.
 
-    jax writes an entry in place, and keeps one that a kill or a full disk has cut: each later process would warn of it
-    and compile anew. What was read through once is not read again unless it has changed. A folder that is not there,
-    or not to be written to, is left as it is.
+    JAX writes an entry in place and keeps one that a kill or a full disk has truncated: each later process would warn
+    about it and compile again. Entries are read once and again only if they change. A missing or read-only folder is
+    left as it is.
     """
     with contextlib.suppress(OSError):
         stamp, fresh = folder / STAMP, beside(folder / STAMP)
-        fresh.touch()  # its time is that of the disk on which the entries are written
+        fresh.touch()  # by the clock of the disk that holds the entries
         try:
             since = stamp.stat().st_mtime_ns if stamp.exists() else 0
             kept = 0
@@ -60,24 +62,24 @@ def tidy(folder: Path, most: int) -> None:
 
 
 def _entries(folder: Path) -> list[tuple[Path, int]]:
-    """The programs and their bytes, the one used last first."""
+    """List the programs and their bytes, the most recently used first."""
     found = []
     for path in folder.glob("*-cache"):
-        with contextlib.suppress(FileNotFoundError):  # another process tidies too
+        with contextlib.suppress(FileNotFoundError):  # another process may delete entries too
             seen = path.stat()
             found.append((max(seen.st_atime_ns, seen.st_mtime_ns), seen.st_size, path))
     return [(path, size) for _, size, path in sorted(found, reverse=True)]
 
 
 def _is_torn(path: Path, since: int) -> bool:
-    """Whether an entry that was written since then (ns) is torn."""
+    """Return whether an entry written since `since` (ns) is truncated."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mtime_ns >= since and torn(path)
     return False
 
 
 def torn(path: Path) -> bool:
-    """Whether a file is not all of what jax has compressed; False where its compressor is not known here."""
+    """Return whether a file is truncated JAX-compressed data; False if its compressor is not installed."""
     with path.open("rb") as file:
         head = file.read(4)
     if head[:1] == b"\x78":
@@ -85,10 +87,11 @@ def torn(path: Path) -> bool:
     if head == _ZSTD:
         decompress = _zstd()
         return decompress is not None and _fails(decompress, path.read_bytes())
-    return not head.strip(b"\0")  # empty, or the zeros that a power cut leaves
+    return not head.strip(b"\0")  # empty, or zeros after a power cut
 
 
 def _inflates(path: Path) -> bool:
+    """Return whether a file is complete zlib data."""
     stream = zlib.decompressobj()
     try:
         with path.open("rb") as file:
@@ -100,7 +103,7 @@ def _inflates(path: Path) -> bool:
 
 
 def _zstd() -> Callable[[bytes], bytes] | None:
-    """zstd where jax would find it: in Python from 3.14 on, or in a package."""
+    """Return the zstd decompressor that JAX would use, from Python 3.14's standard library or a package, or None."""
     with contextlib.suppress(ImportError):
         return import_module("compression.zstd").decompress
     with contextlib.suppress(ImportError):
@@ -109,15 +112,16 @@ def _zstd() -> Callable[[bytes], bytes] | None:
 
 
 def _fails(decompress: Callable[[bytes], bytes], data: bytes) -> bool:
+    """Return whether decompressing raises."""
     try:
         decompress(data)
-    except Exception:  # each package has an error of its own
+    except Exception:  # packages raise different errors
         return True
     return False
 
 
 def cache_dir() -> Path:
-    """The folder of models and compiled programs: JKV_CACHE, else the system's own place (~/.cache/jkv on Linux)."""
+    """Return the folder of models and compiled programs: JKV_CACHE, or the system's (~/.cache/jkv on Linux)."""
     if chosen := os.environ.get("JKV_CACHE"):
         return Path(chosen).expanduser()
     return platformdirs.user_cache_path("jkv", appauthor=False)

@@ -1,4 +1,4 @@
-"""Terminal output beside files: tables on stdout, bars and spinners on stderr."""
+"""Terminal output: tables on stdout, progress bars and spinners on stderr."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-WIDE = 200  # columns of a table that goes to a file or a pipe
+WIDE = 200  # width of a table in a file or a pipe
 
 
 class _Console(Console):
-    def on_broken_pipe(self) -> None:  # rich would exit with 1 here
+    def on_broken_pipe(self) -> None:  # rich would exit with status 1
         raise BrokenPipeError
 
 
 def show(table: Any) -> None:
-    """Prints a table to stdout, in the width of the terminal, if there is one."""
+    """Print a table to stdout, in the terminal's width if there is one."""
     console = _Console()
     (console if console.is_terminal else _Console(width=WIDE)).print(table)
 
 
 @contextlib.contextmanager
 def status(what: str) -> Iterator[None]:
-    """A spinner on stderr, where that is a terminal."""
+    """Show a spinner on stderr if it is a terminal."""
     console = Console(stderr=True)
     with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
@@ -43,7 +43,7 @@ def status(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that is told what was just done: a bar on stderr, or a line each where that is no terminal.
+    """Yield a function that reports a finished item: a bar on stderr, or a line each if it is not a terminal.
 
     >>> with progress(2) as say:
     ...     say("the first of two")
@@ -62,8 +62,9 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def meter(every: float = 5.0) -> Iterator[Callable[[int, int, str], None]]:
-    """A function that is told what is done of how much, and how it goes: a bar with the time that is left on stderr,
-    or where that is no terminal a line every so many seconds.
+    """Yield a function that reports progress (done, total, text).
+
+    A bar with the time left on stderr, or a line every `every` seconds if it is not a terminal.
 
     >>> with meter() as tell:
     ...     tell(3, 10, "12 tokens/s")

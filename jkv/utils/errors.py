@@ -1,4 +1,4 @@
-"""Errors that one part of the work may raise while the rest goes on."""
+"""Classification and one-line formatting of errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import textwrap
 
 
 def survivable(error: BaseException) -> bool:
-    """Whether the rest may go on, as nobody asked to stop: a panic of a package written in Rust is no Exception.
+    """Return whether other work may continue after an error: it is not a request to stop.
+
+    Panics of packages written in Rust count too, although they are not an Exception.
 
     >>> survivable(MemoryError()), survivable(KeyboardInterrupt())
     (True, False)
@@ -15,7 +17,7 @@ def survivable(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line.
+    """Format an error in one line.
 
     >>> said(KeyError("rank"))
     "KeyError: 'rank'"

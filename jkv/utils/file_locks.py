@@ -1,4 +1,4 @@
-"""Locks between processes, on one machine or on a file system that locks for several."""
+"""File locks between processes, on one machine or on a file system that supports them across machines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Until the end, no other process is within a lock of this path; its file is gone then, and a kill lets go of it.
+    """Hold an exclusive lock on `path` for the duration of the context.
 
-    Raises BlockingIOError if another process is and `wait` is False, OSError if there can be no such file or lock.
+    The lock file is deleted at the end, and a killed process releases the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock and `wait` is False.
+        OSError: the file cannot be created or locked.
     """
     file = _taken(path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
@@ -25,7 +29,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
 
 def _taken(path: Path, how: int) -> int:
-    """The locked file, and not one that its last owner has just removed."""
+    """Open and lock the file, retrying if its last owner has just removed it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -1,4 +1,4 @@
-"""Files that survive a power cut."""
+"""Durable files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(folder: Path) -> None:
-    """What the folder lists is on the disk; a file's own fsync says nothing of its name."""
+    """Flush a folder's entries to disk; a file's own fsync does not cover its name."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -1,7 +1,7 @@
-"""Processes that were forked from one that has used jax: jax's threads are not in them, and they would wait for ever.
+"""Fork guard: fail fast in a process forked after JAX was used, because JAX's threads do not survive a fork.
 
-What jax made is of use in one process only. Workers begin anew: `multiprocessing.get_context("spawn")`, or
-`multiprocessing_context="spawn"` of a torch DataLoader; before Python 3.14 Linux forks where nothing is said.
+Start workers with `multiprocessing.get_context("spawn")`, or `multiprocessing_context="spawn"` in a torch DataLoader.
+Before Python 3.14, Linux forks by default.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _begun = _lost = False
 
 
 def begun() -> None:
-    """Note that this process has used jax: its forks cannot."""
+    """Record that this process has used JAX, so that its forks cannot."""
     global _begun
     if not _begun and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_lose)
@@ -20,12 +20,13 @@ def begun() -> None:
 
 
 def _lose() -> None:
+    """Mark this process as a fork without JAX's threads."""
     global _lost
     _lost = True
 
 
 def check() -> None:
-    """Raise RuntimeError in a process in which jax would hang."""
+    """Raise RuntimeError in a forked process in which JAX would hang."""
     if _lost:
         raise RuntimeError(
             "this process was forked from one that has used jax, whose threads it does not have: every computation "

@@ -1,4 +1,4 @@
-"""Files of results: one JSON document {"meta", "rows"}, written whole or not at all."""
+"""Result files: one JSON document {"meta", "rows"}, written atomically."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jkv.utils.optional_deps import PACKAGE
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those packages that are installed, and of Python; jkv goes by its own name."""
+    """Return the versions of installed packages and of Python; jkv is listed by that name."""
     known = {p: PACKAGE if p == "jkv" else p for p in packages}
     found = {p: metadata.version(name) for p, name in known.items() if any(metadata.distributions(name=name))}
     return {**found, "python": platform.python_version()}
 
 
 def beside(path: Path) -> Path:
-    """A name for a file that will take the place of `path`."""
+    """Return a temporary name next to `path`, for a file that will replace it."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def finite(x: Any) -> Any:
-    """A JSON value with null for NaN and infinity, which are no JSON.
+    """Replace NaN and infinity by None in a JSON value, because JSON has neither.
 
     >>> finite({"ppl": [1.5, float("inf")]})
     {'ppl': [1.5, None]}
@@ -42,12 +42,12 @@ def finite(x: Any) -> Any:
 
 
 def write(path: Path, meta: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """The document in place of what was there; raises OSError about `path`, and then the old one is still there."""
+    """Replace the document at `path` atomically; OSError about `path` leaves the old one."""
     overwrite(path, json.dumps(finite({"meta": meta, "rows": list(rows)}), indent=1, allow_nan=False) + "\n")
 
 
 def create(path: Path, text: str) -> None:
-    """The text in a file that was not there, on the disk; raises OSError, FileExistsError if it was."""
+    """Create a new file with the text, synced to disk; FileExistsError if it exists."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -55,7 +55,7 @@ def create(path: Path, text: str) -> None:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """The text in place of what was there, whole or not at all; raises OSError about `path`."""
+    """Replace the text of a file atomically; OSError about `path`."""
     fresh = beside(path)
     try:
         create(fresh, text)

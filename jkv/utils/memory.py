@@ -1,4 +1,4 @@
-"""Free memory: of a device, or of the machine and the control groups (containers, jobs) that this process is in."""
+"""Free memory of a device, or of the machine and this process's control groups (containers, jobs)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Files of a control group, versions 2 and 1: its limit, what it uses, and the part of that which is file cache.
+# Files of a control group, versions 2 and 1: limit, usage, and the file cache that is part of the usage.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -20,21 +20,21 @@ FILES = (
 
 
 def free(device: Any) -> int:
-    """Bytes that can still be allocated on a jax device; main memory where it has none of its own."""
+    """Return the bytes that can still be allocated on a JAX device, or in main memory if it has none of its own."""
     stats = device.memory_stats()
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else available()
 
 
 def available() -> int:
-    """Bytes of main memory that this process can still allocate: the least that the machine and its groups have."""
+    """Return the bytes of main memory that this process can still allocate, within the limits of its groups."""
     return min([psutil.virtual_memory().available, *_left()])
 
 
 def _left() -> Iterator[int]:
-    """Bytes below the limit of each control group from the process' own up; file cache, which gives way, is free."""
+    """Yield the bytes below the limit of each control group, from this process's up; file cache counts as free."""
     for line in OWN.read_text().splitlines() if OWN.exists() else ():
         _, controllers, path = line.split(":", 2)
-        root = GROUPS / controllers  # of version 2, which has no name here, all groups are below one folder
+        root = GROUPS / controllers  # version 2 has no controller name here: all groups are below one folder
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             if not folder.is_relative_to(root):
@@ -46,7 +46,7 @@ def _left() -> Iterator[int]:
 
 
 def peak() -> int:
-    """The most bytes of main memory that this process has held (VmHWM), since `forget_peak`."""
+    """Return the peak bytes of main memory of this process (VmHWM) since `forget_peak`."""
     status = Path("/proc/self/status")
     found = [x for x in status.read_text().splitlines() if x.startswith("VmHWM:")] if status.exists() else []
     if found:
@@ -56,6 +56,6 @@ def peak() -> int:
 
 
 def forget_peak() -> None:
-    """From now on `peak` counts anew, where the system can do that."""
+    """Reset the peak that `peak` reports, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

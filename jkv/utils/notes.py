@@ -1,8 +1,8 @@
-"""Sentences to the user on stderr: decisions that are no errors."""
+"""Notes to the user on stderr about decisions that are not errors."""
 
 import sys
 
 
 def note(text: str) -> None:
-    """Prints a sentence, beside what a command writes to stdout."""
+    """Print a note to stderr, which keeps stdout for a command's output."""
     print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""How to install the extras of pyproject.toml."""
+"""Installation hints for optional dependencies (the extras of pyproject.toml)."""
 
-PACKAGE = "jkv-cache"  # what pip knows jkv as: on package indexes the name jkv is another project's
+PACKAGE = "jkv-cache"  # name for pip; on package indexes the name jkv belongs to another project
 
 
 def install(extra: str) -> str:
-    """The end of an error about something that is not installed.
+    """Return the end of an error message about a missing extra.
 
     >>> install("plot")
     "run pip install -e '.[plot]' in a checkout of jkv, or pip install 'jkv-cache[plot] @ git+URL' with its URL"

@@ -1,4 +1,4 @@
-"""Plots, where matplotlib is installed."""
+"""Plots with matplotlib, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def blank(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
-    """A figure of so many inches that belongs to no window; raises ImportError without matplotlib."""
+    """Create a figure of `width` x `height` inches without a window; ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

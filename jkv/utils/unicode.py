@@ -1,4 +1,4 @@
-"""Texts given by a caller."""
+"""Unicode validation of a caller's text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_unicode(name: str, x: Any) -> None:
-    """Raise ValueError for a text that is no Unicode, alone or anywhere within lists and mappings, with its place.
+    """Raise ValueError for text that is not valid Unicode, alone or inside lists and mappings, with its place.
 
     >>> check_unicode("messages", [{"content": "cut \\ud83d"}])
     Traceback (most recent call last):
@@ -22,7 +22,7 @@ def check_unicode(name: str, x: Any) -> None:
 
 
 def _texts(name: str, x: Any) -> Iterator[tuple[str, str]]:
-    """Every text within a value, with where it stands; the keys of a mapping are texts too."""
+    """Yield every text inside a value with its path, keys of mappings included."""
     if isinstance(x, str):
         yield name, x
     elif isinstance(x, Mapping):
@@ -31,5 +31,5 @@ def _texts(name: str, x: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(f"{name}.{key}" if name else str(key), value)
     elif isinstance(x, list | tuple):
         for i, value in enumerate(x):
-            if not isinstance(value, int):  # token ids, of which there may be many
+            if not isinstance(value, int):  # skip token ids: there may be many
                 yield from _texts(f"{name}[{i}]", value)

@@ -1,4 +1,4 @@
-"""Numbers given by a caller, of Python, numpy or jax; refused by the argument's name."""
+"""Validation of a caller's numbers (Python, numpy or JAX); errors name the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import numpy as np
 
 
 def count(name: str, x: Any, want: str, least: int = 0) -> int:
-    """A whole number of `least` or more."""
+    """Return a whole number of `least` or more; ValueError otherwise.
+
+    Args:
+        name: name of the argument.
+        x: its value.
+        want: what is expected, for error messages.
+        least: the minimum.
+    """
     got = numbers(name, x, want, whole=True, least=least, most=1 << 62)
     if got.ndim:
         raise ValueError(f"{name}={short(x)}: give {want}")
@@ -18,9 +25,20 @@ def count(name: str, x: Any, want: str, least: int = 0) -> int:
 
 
 def numbers(name: str, x: Any, want: str, *, whole: bool, least: float, most: float) -> np.ndarray:
-    """A number or a list of them, of Python, numpy or jax, i64 or f64, in a range; ValueError with the name if not.
+    """Return a number or a list of numbers as an i64 or f64 array.
 
-    Truths and texts are no numbers, and what is whole is not written as a float.
+    Booleans and strings are not numbers, and a whole number must not be a float.
+
+    Args:
+        name: name of the argument.
+        x: its value.
+        want: what is expected, for error messages.
+        whole: only whole numbers are valid.
+        least: the minimum.
+        most: the maximum.
+
+    Raises:
+        ValueError: the value is not a number or out of range; the message names the argument.
 
     >>> numbers("top_k", [1, np.int8(2)], "whole numbers", whole=True, least=0, most=9).tolist()
     [1, 2]
@@ -45,13 +63,13 @@ def numbers(name: str, x: Any, want: str, *, whole: bool, least: float, most: fl
 
 
 def short(x: Any) -> str:
-    """What was given, as far as it fits in a message."""
+    """Return the repr of a value, shortened to fit in a message."""
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(x).__name__})"
 
 
 def read_bytes(text: str | int) -> int:
-    """Bytes of "2GiB", "300 MB", "4096" or 4096; ValueError for anything else.
+    """Parse a size such as "2GiB", "300 MB", "4096" or 4096 into bytes; ValueError for anything else.
 
     >>> read_bytes("2GiB"), read_bytes("1.5 kB")
     (2147483648, 1500)

@@ -1,6 +1,6 @@
-"""Methods: what papers are made of, and the catalogue of them as compositions of text."""
+"""Compression methods: the parts that papers are built from, and the catalogue that composes them from text."""
 
 from jkv.methods.parser import CATALOGUE, as_config, known, pairs, parse
-from jkv.methods.rows import ROWS  # noqa: F401  # they are in the catalogue once they are imported
+from jkv.methods.rows import ROWS  # noqa: F401  # importing them fills the catalogue
 
 __all__ = ["CATALOGUE", "as_config", "known", "pairs", "parse"]

@@ -1,4 +1,4 @@
-"""What cannot work is refused when it is asked for, with the two parts named and what would work."""
+"""Compatibility checks of a config and a model. Errors name both parts and an alternative."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     kernels.check(config.kernels)
     if not model.layers:
         _check_idle(config, model)
+    # Check the numbers by themselves.
     if not 1 <= config.block < MOST:
         raise ValueError(f"block={config.block}: a flush every so many steps; 1 or more, and below 2**31")
     if not 0 <= config.recent < MOST:
@@ -37,6 +38,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         )
     if chunk < 0:
         raise ValueError(f"chunk={chunk}: prompt tokens prefilled at a time; 0 (all at once) or more")
+    # Check the exact layers.
     spared = config.exact_layers
     if not isinstance(spared, tuple) or any(x not in range(model.layers) for x in spared):
         raise ValueError(f"exact_layers={spared}: numbers of layers that stay exact, of 0 to {model.layers - 1}")
@@ -44,6 +46,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
         raise ValueError(
             f"{config}: layers that are coded together do not stay exact one by one; leave out exact_layers="
         )
+    # Check the schedule against the score's and budget's needs.
     needs = config.needs
     if config.recent < needs.recent:
         raise ValueError(
@@ -60,6 +63,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config} scores with every query of the prompt, which chunk={chunk} does not keep; prefill in one piece "
             "(chunk=0), or take a score of the last queries such as snapkv"
         )
+    # Check the parts pair by pair.
     _check_codecs(config, model)
     if config.select:
         _check_select(config, config.select, model)
@@ -131,7 +135,7 @@ def _check_codecs(config: CacheConfig, model: ModelConfig) -> None:
 
 
 def _heads(config: CacheConfig, model: ModelConfig) -> set[int]:
-    """Lengths that the axis of heads of a codec's arrays may have."""
+    """Allowed lengths of the head axis of a codec's arrays."""
     if config.pooled is not None:
         return {1}
     together = {codec.for_layer(model, 0).heads for codec in config.all_codecs}
@@ -248,7 +252,11 @@ def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
 
 
 def check_prefill(config: CacheConfig, what: str) -> None:
-    """Raise ValueError for `what` runs a prompt through one program, if the config's prefill is more than that."""
+    """Raise ValueError if the config's prefill needs more than the one program that `what` runs.
+
+    Args:
+        what: Name of the caller, the subject of the message.
+    """
     if config.prefill.beside:
         raise ValueError(
             f"{config} {config.prefill.beside}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv "
@@ -276,7 +284,12 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
 
 
 def alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
-    """Raise ValueError for the first of `others` that is there."""
+    """Raise ValueError naming the first of `others` that is true.
+
+    Args:
+        what: Subject of the message, ending in its verb "do" or "does".
+        others: Name of each excluded part, and whether the config has it.
+    """
     for other in (name for name, there in others.items() if there):
         raise ValueError(f"{config}: {what} not go with {other}; leave out one")
 

@@ -1,4 +1,4 @@
-"""What to keep and how: one CacheConfig, resolved to one LayerConfig a layer before anything is built."""
+"""`CacheConfig`, and its resolution to one `LayerConfig` per layer."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ if TYPE_CHECKING:
 
 @part
 class TierSpec:
-    """One tier of every layer, first choice first.
+    """One tier of every layer's cache. Tokens of highest rank fill the first tier.
 
-    k, v: codecs of its own, or None: the config's. size: slots (int), a share of what the budget leaves (float), or
-    None: the rest. rope: keys are stored as they are rotated in the window ("write"), or before the rotation and
-    rotated when they are read, by their position ("read") or by their rank among the kept ("rank"). whole: steps read
-    all of it, whatever a selector picks.
+    Attributes:
+        k: Codec of the keys, or None: the config's.
+        v: Codec of the values, or None: the config's.
+        size: Slots (int), a share of the slots that fixed tiers leave (float), or None: all remaining slots.
+        rope: "write": keys are stored rotated. "read", "rank": keys are stored un-rotated and rotated when they are
+            read, by their position ("read") or by their rank among the kept tokens ("rank").
+        whole: Decode steps read all of the tier even if the config has a selector.
     """
 
     k: Codec | None = leaf(default=None)
@@ -54,34 +57,48 @@ class TierSpec:
     whole: bool = False
 
 
-MOST = 1 << 31  # numbers of tokens and the like are below it: programs count in 32 bits
-PAGE = 16  # tokens that come from the host together where no selector says how many
-FAR = {  # keys and values on the host; "kept": neither, in the units in which they could be
+MOST = 1 << 31  # bound of token counts, because programs count in 32 bits
+PAGE = 16  # tokens per offloaded page where no selector sets a page size
+FAR = {  # whether (keys, values) are offloaded; "kept": neither, but units are as if they were
     "none": (False, False),
     "auto": (False, False),
     "kept": (False, False),
     "values": (False, True),
     "all": (True, True),
 }
-RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept
+RELATIVE = (TierSpec(rope="rank"),)  # keys act at their rank among the kept tokens
 
 
 @part
 class CacheConfig:
-    """The eight axes of a compressed cache; `jkv.methods.parse` makes one from text.
+    """Settings of a compressed KV cache, made from text by `jkv.methods.parse`.
 
-    score: who is important; codec: how keys and values are kept; exact_layers: numbers of the layers that keep them as
-    floats, whatever the codec; tiers: in how many parts; budget: how many tokens; pooled: the kv heads of a layer
-    compete for one pool of slots, each sure of this share of an equal part, or None: every head has its own; merge:
-    what the evicted leave; select: what a step reads; recent: newest tokens, always exact; sinks: first tokens of a
-    text, always exact too, or None: one where a codec loses anything, else none; predicted_sinks: tokens elsewhere in a
-    prompt, which each layer predicts from its values; block: a flush every so many steps; chunk: prompt tokens
-    prefilled at a time (0: all), or None: as many as memory has room for, all if it can; prefill: how a prompt gets in;
-    host: codes in the memory of the host, "none", "values" or "all", or "auto": as few as let a cache fit into
-    device_bytes, and none where programs reach no such memory; disk: a folder on the host where these codes lie
-    instead; device_bytes: what a cache may take of each device; hot: of what is on the host, pages of a head that stay
-    on the device, those of the highest "lru", "fifo" or "uses" (hot_by); kernels: "auto", "xla", "tpu" or "gpu";
-    devices: that divide the slots of each tier; name: the text it was made from.
+    Attributes:
+        score: Ranks tokens for eviction.
+        codec: Codecs of (keys, values).
+        exact_layers: Indices of the layers that keep floats instead of codes.
+        tiers: Parts of each layer's cache, filled in order of rank.
+        budget: Tokens that each layer and head may keep.
+        pooled: None: every kv head has its own slots. Else the kv heads of a layer compete for one pool of slots, and
+            each is sure of this share of an equal part.
+        merge: What evicted tokens leave in the cache, or None.
+        select: Picks the pages that a decode step reads, or None: it reads all.
+        recent: Newest tokens, which always stay exact.
+        sinks: First tokens of a text, which always stay exact. None: 1 if a codec loses anything, else 0.
+        predicted_sinks: Tokens elsewhere in a prompt that stay exact too; each layer predicts them from its values.
+        block: Decode steps between flushes of the recent window into the tiers.
+        chunk: Prompt tokens prefilled at a time; 0: all. None: as many as memory has room for, all if it can.
+        prefill: How a prompt gets into the cache.
+        host: Codes offloaded to host memory: "none", "values", "all", or "auto": as few as let a cache fit into
+            `device_bytes`, and none where programs cannot reach host memory.
+        disk: Folder on the host for the offloaded codes, instead of host memory.
+        hot: Offloaded pages of a head that stay on the device.
+        hot_by: Rank of the pages that stay: "lru", "fifo" or "uses".
+        device_bytes: Bytes of each device that a cache may take.
+        kernels: "auto", "xla", "tpu" or "gpu".
+        devices: Devices that divide the slots of each tier.
+        exactness: How close the methods are to their sources.
+        name: Text from which the config was parsed.
     """
 
     score: Score = leaf(default=Newest())
@@ -112,7 +129,11 @@ class CacheConfig:
         return self.name or repr(self)
 
     def bound(self, params: Params) -> CacheConfig:
-        """This config with the weights that its parts need of a model; ValueError if they were trained for another."""
+        """Bind the config to a model: load the trained weights and calibration that its parts need.
+
+        Raises:
+            ValueError: The weights were trained for another model, or none exist for this one.
+        """
 
         def bound(part: Any) -> Any:
             return part and part.bound(params)
@@ -129,12 +150,12 @@ class CacheConfig:
         )
 
     def codecs(self, tier: TierSpec) -> tuple[Codec, Codec]:
-        """How a tier keeps its keys and its values."""
+        """Codecs of a tier's keys and values: its own or the config's."""
         return tier.k or self.codec[0], tier.v or self.codec[1]
 
     @property
     def all_codecs(self) -> list[Codec]:
-        """Those of every tier, keys before values."""
+        """Codecs of every tier, keys before values."""
         return [codec for tier in self.tiers for codec in self.codecs(tier)]
 
     @property
@@ -144,20 +165,21 @@ class CacheConfig:
 
     @property
     def taught(self) -> bool:
-        """Whether a codec learns of each prompt, when it is first encoded."""
+        """Whether a codec is fitted on each prompt, when the prompt is first encoded."""
         return bool(self.pupils)
 
     @property
     def pupils(self) -> list[int]:
-        """The tiers whose codecs do."""
+        """Indices of the tiers whose codecs are fitted on the prompt."""
         return [i for i, tier in enumerate(self.tiers) if any(codec.taught for codec in self.codecs(tier))]
 
     @property
     def num_sinks(self) -> int:
-        """Tokens that stay exact as sinks, beside the tiers, whatever the score and the codecs.
+        """Tokens that stay exact as sinks beside the tiers, independently of score and codecs.
 
-        Most queries attend to the first token, and its key is unlike all others: no code costs as much as its own.
-        Where keys act at their rank there are none, as the recent window does not move its keys.
+        By default 1 if a codec is lossy: most queries attend to the first token and its key is unlike all others, so no
+        other token costs as much to quantize. By default 0 with relative positions, because the recent window does not
+        move its keys.
         """
         if self.sinks is not None:
             first = self.sinks
@@ -167,12 +189,12 @@ class CacheConfig:
 
     @property
     def exact(self) -> int:
-        """Tokens of a long text that no tier holds: its sinks and its newest."""
+        """Tokens of a long text outside the tiers: sinks and recent window."""
         return self.num_sinks + self.recent
 
     @property
     def needs(self) -> Needs:
-        """Of all of its parts."""
+        """Combined `Needs` of the score, the merge, the selector and the codecs."""
         return needs_of(self.score, self.merge, self.select, *self.all_codecs)
 
     @property
@@ -183,22 +205,24 @@ class CacheConfig:
 
     @property
     def steps(self) -> int:
-        """Steps between flushes: a block in whole units."""
+        """Decode steps between flushes: `block`, rounded up to whole units."""
         return ceil(self.block / self.unit) * self.unit
 
     @property
     def splits(self) -> bool:
-        """Whether a prompt that is read in two pieces gives the same cache, if no token leaves in between.
+        """Whether a prompt prefilled in two pieces gives the same cache, if no token leaves in between.
 
-        It does unless the prefill, or a score that ranks by queries of the first piece that are gone when it ranks,
-        forbids it.
+        False if the prefill forbids it, or if the score ranks by queries of the first piece that are gone when it
+        ranks.
         """
         return self.prefill.splits and self.needs.chunks == "any"
 
     def over(self, mesh: Any) -> CacheConfig:
-        """The config of caches that lie on a mesh: its devices divide the slots of each tier.
+        """Adapt the config to caches sharded over a mesh: set `devices`, which divide the slots of each tier.
 
-        ValueError for heads that are coded together, but not all, where devices divide the heads.
+        Raises:
+            ValueError: Devices divide the kv heads and a codec codes some (not all) heads together, or several devices
+                share codes that are offloaded to the host.
         """
         some = {codec.heads for codec in self.all_codecs} - {0, 1}
         if some and mesh.slots(True) > mesh.slots(False):
@@ -212,11 +236,11 @@ class CacheConfig:
 
     @property
     def least(self) -> int:
-        """Tokens of a layer that are kept in any case, and one more."""
+        """Smallest number of tokens that a layer can be given: sinks, recent window, fixed tiers and one more."""
         return self.exact + sum(t.size for t in self.tiers if isinstance(t.size, int)) + 1
 
     def smallest(self, model: ModelConfig, longest: int) -> int:
-        """The smallest number of tokens as its budget that leaves `least` to every layer."""
+        """Return the smallest token budget that gives every layer `least`, for rows of `longest` tokens."""
         demand = Demand(longest=longest, recent=self.recent)
 
         def enough(tokens: int) -> bool:
@@ -226,16 +250,13 @@ class CacheConfig:
         return bisect_left(range(longest), True, lo=min(self.least, longest), key=enough)
 
     def uncompressed(self, length: int) -> CacheConfig:
-        """The config of a prompt's first piece, of at most `length` tokens: all of them stay, as they are."""
-        tiers = tuple(x for i, x in enumerate(self.tiers) if i not in self.pupils)  # a codec learns of whole prompts
+        """Config to prefill the first piece of a prompt, at most `length` tokens, without compression."""
+        tiers = tuple(x for i, x in enumerate(self.tiers) if i not in self.pupils)  # a codec is fitted on whole prompts
         return replace(self, recent=length, sinks=0, predicted_sinks=0, budget=All(), tiers=tiers)
 
     @property
     def reads_part(self) -> bool:
-        """Whether reading a part of each tier is all that it does, and its selector goes by the keys themselves.
-
-        Then it can read any other cache so.
-        """
+        """Whether it only selects pages by scanning the keys, and so can read any other config's cache."""
         select, plain = self.select, CacheConfig()
         picks = select is not None and select.scans and not (select.stateful or select.follows)
         rest = ("codec", "tiers", "budget", "merge", "prefill", "host")
@@ -243,26 +264,28 @@ class CacheConfig:
 
     @property
     def relative(self) -> bool:
-        """Whether keys act at their rank among the kept, and not at their positions."""
+        """Whether keys act at their rank among the kept tokens instead of their positions."""
         return any(tier.rope == "rank" for tier in self.tiers)
 
     @property
     def unlimited(self) -> bool:
-        """Whether texts may be longer than the model's context: keys act at places within a bounded cache."""
+        """Whether texts may exceed the model's context, because keys act at positions within a bounded cache."""
         return self.budget.bounded and self.relative
 
 
 def resolve(
     config: CacheConfig, model: ModelConfig, longest: int, new: int, sizes: Sizes | None = None
 ) -> tuple[LayerConfig, ...]:
-    """One LayerConfig a layer, for rows of at most `longest` tokens of which at most `new` follow the prompt.
+    """Resolve the config to one LayerConfig per layer.
 
-    sizes: what the layers get of the budget, or None: what they get of it whatever the prompt. A recent window has room
-    for no more steps than can follow.
+    Args:
+        longest: Tokens of the longest row, prompt and generated.
+        new: Tokens of a row after the prompt, at most. Recent windows have no room for more steps than that.
+        sizes: The budget as divided among the layers for this prompt, or None: as it is divided for any prompt.
     """
     demand = Demand(longest=longest, new=new, recent=config.recent)
     sizes = config.budget.sizes(model, demand) if sizes is None else sizes
-    if config.taught:  # that tier is for prompts alone, for what those in front leave of one
+    if config.taught:  # the fitted tier holds only what the tiers in front leave of the prompt
         (at,) = config.pupils
         ahead = sum(tier.size for tier in config.tiers[:at] if isinstance(tier.size, int))
         own = replace(config.tiers[at], size=max(longest - new - config.exact - ahead, 1))
@@ -273,20 +296,24 @@ def resolve(
 
 
 def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: LayerSize, block: int) -> LayerConfig:
+    """Config of layer i with its share of the budget."""
     select = config.select and config.select.for_layer(model, i)
-    window = model.windows[i]  # older tokens are invisible to every later query
+    # Divide the layer's slots among its tiers.
+    window = model.windows[i]  # older tokens are masked for every later query
     size = size.within(longest if window is None else min(longest, window))
     capacity, unit = size.tokens + size.beyond, config.unit
     specs, total = config.tiers, max(capacity - config.exact, 0)
-    if size.first is not None:  # rows that use less of it have more in the next
+    if size.first is not None:  # rows that use less of the first tier have more in the next
         first, least = (min(x, total) for x in size.first)
         specs, total = (replace(specs[0], size=first), *specs[1:]), total + first - least
     slots = _slots(specs, total, unit)
+    # Take the layer's slice of the stacked arrays.
     score, merge = jax.tree.map(lambda x: x[i], (config.score, config.merge))
     score = score.for_layer(model, i)
     columns, expires = _born(score, model)
     if config.prefill.probe is None and any(name.rpartition(".")[2] == PROBED for name in columns):
         raise ValueError(f"{config}: its score reads what a probe finds out, and its prefill has none: take Deferred")
+    # Tokens leave a tier if the budget, the next tier, expiry or a prompt statistic takes them.
     evicts = capacity < longest or len(slots) > 1 or expires or config.budget.statistic is not None
     parts = zip(specs, slots, strict=True)
     tiers = tuple(_tier(config, model, i, spec, n, select, evicts) for spec, n in parts if n)
@@ -316,7 +343,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
 def _tier(
     config: CacheConfig, model: ModelConfig, i: int, spec: TierSpec, size: int, select: Selector | None, evicts: bool
 ) -> TierConfig:
-    """A tier of layer i. Its arrays are copies of its own: a program that takes a cache over takes its plan along."""
+    """Tier of layer i. Its arrays are copies, because a program that is donated a cache is donated its config too."""
     slots = size * (1 if config.pooled is None else model.heads)
     own = (Dense(), Dense()) if i in config.exact_layers else config.codecs(spec)
     k, v = jax.tree.map(lambda x: jnp.copy(x[i : i + 1]), own)
@@ -347,17 +374,17 @@ def _tier(
 
 
 def _born(score: Score, model: ModelConfig) -> tuple[tuple[str, ...], bool]:
-    """The columns of the tokens of a layer's score, and whether they may expire."""
+    """Names of the columns of a layer's score, and whether its tokens may expire."""
     leaves, form = jax.tree.flatten(score)
     kinds = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     return _columns(form, kinds, model.width, model.heads, model.groups, model.head_dim, model.value_dim)
 
 
-@lru_cache(1024)  # layers are alike, and a size in bytes is found by trying some
+@lru_cache(1024)  # layers share a result, and a size in bytes is found by bisection
 def _columns(
     form: Any, leaves: tuple[Any, ...], width: int, heads: int, groups: int, dim: int, value_dim: int
 ) -> tuple[tuple[str, ...], bool]:
-    """`_born` of a score with this structure, for a model of these sizes; traced."""
+    """Trace `_born` for a score of this structure and a model of these sizes."""
     score = jax.tree.unflatten(form, leaves)
     x = jax.ShapeDtypeStruct((1, 1, width), jnp.float32)
     k, v = (jax.ShapeDtypeStruct((1, heads, 1, d), jnp.float32) for d in (dim, value_dim))
@@ -375,7 +402,7 @@ def expiring(config: CacheConfig, model: ModelConfig) -> bool:
 
 
 def follows(config: CacheConfig, model: ModelConfig) -> bool:
-    """Whether the score of some layer reads the cache of a lower one."""
+    """Whether the score of some layer reads the cache of a lower layer."""
     return any(score.needs.layer is not None for score in _scores(config, model))
 
 
@@ -385,12 +412,12 @@ def _scores(config: CacheConfig, model: ModelConfig) -> list[Score]:
 
 
 def _whole(slots: int, tile: int, devices: int) -> int:
-    """Slots in whole tiles on each device, as they are read together; not all are used."""
+    """Round slots up to whole tiles on each device, because tiles are read whole; some slots stay unused."""
     return ceil(slots / (tile * devices)) * tile * devices
 
 
 def _slots(specs: tuple[TierSpec, ...], total: int, unit: int) -> list[int]:
-    """Slots of each tier in whole units: fixed sizes, then shares of what they leave, then the rest."""
+    """Slots of each tier in whole units: fixed sizes first, then shares of the remainder, then the rest."""
     fixed = sum(s.size for s in specs if isinstance(s.size, int))
     rest = max(total - fixed, 0)
     shared = sum(int(s.size * rest) for s in specs if isinstance(s.size, float))

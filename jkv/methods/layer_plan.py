@@ -1,4 +1,4 @@
-"""Plans: which of several caches gives each layer its budget, which its keys' codec, and which its values'."""
+"""Layer plans: each layer's budget and codecs, chosen among several cache configs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from jkv.methods.quantization.per_layer import Planned
 from jkv.protocols import Budget, Codec
 
 METHOD = "layers"
-AXES = ("budgets", "keys", "values")  # what each layer has its own choice of
-SAID = {"name", "exactness"}  # fields that say what a config was made from
+AXES = ("budgets", "keys", "values")  # axes that each layer chooses by itself
+SAID = {"name", "exactness"}  # fields that describe a config's origin
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Texts of caches that differ in their budgets and codecs alone, and of each layer whose budget, i[L], whose keys,
-    i[L], and whose values, i[L], it has.
+    """A choice of budget, key codec and value codec for each layer, among candidate caches.
 
-    models: fingerprints of what it was measured for; none: any.
+    Attributes:
+        texts: Compositions that differ in their budgets and codecs only.
+        budgets: For each layer, the index of the text whose budget it has.
+        keys: For each layer, the index of the text whose key codec it has.
+        values: For each layer, the index of the text whose value codec it has.
+        models: Fingerprints of the models that the plan was measured for; empty: any.
     """
 
     texts: tuple[str, ...]
@@ -39,9 +43,13 @@ class Plan:
 
     @classmethod
     def read(cls, folder: str | Path) -> Plan:
-        """FormatError for what `jkv calibrate layers` did not write."""
+        """Read a plan from a folder.
+
+        Raises:
+            FormatError: `jkv calibrate layers` did not write the folder.
+        """
         arrays, card = trained_weights.read(folder, METHOD)
-        if "keys" in arrays and "budgets" not in arrays:  # candidates that differed in codecs alone had none
+        if "keys" in arrays and "budgets" not in arrays:  # plans of candidates that differ in codecs only may lack them
             arrays["budgets"] = np.zeros_like(arrays["keys"])
         texts = card.get("candidates")
         if not trained_weights.fit(arrays, dict.fromkeys(AXES, "L")):
@@ -58,12 +66,12 @@ class Plan:
 
     @classmethod
     def uniform(cls, texts: Sequence[str], layers: int, budget: int, keys: int, values: int) -> Plan:
-        """The plan in which all layers have the same of each."""
+        """The plan in which all layers make the same choices."""
         return cls(tuple(texts), (budget,) * layers, (keys,) * layers, (values,) * layers)
 
     @property
     def config(self) -> CacheConfig:
-        """The cache in which each layer has what the plan chooses; ValueError as `alike` raises it."""
+        """The cache config in which each layer has what the plan chooses; ValueError as in `alike`."""
         configs = alike(self.texts)
 
         def chosen(codecs: Sequence[Codec | None], which: tuple[int, ...]) -> Codec | None:
@@ -88,22 +96,26 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The axes that `config` fills."""
+        """The config axes that the plan fills."""
         config, plain = self.config, CacheConfig()
         filled = {f.name: getattr(config, f.name) for f in fields(CacheConfig) if f.name not in SAID}
         return {name: x for name, x in filled.items() if not same(x, getattr(plain, name))}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether parts of configs have the same fields and arrays."""
+    """Whether two parts of configs have the same fields and arrays."""
     if jax.tree.structure(a) != jax.tree.structure(b):
         return False
     return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
 def alike(texts: Sequence[str]) -> list[CacheConfig]:
-    """The caches of texts that differ in their budgets and codecs alone; ValueError for others, for codecs that tie
-    layers, and for budgets in bytes or that layers divide by a prompt."""
+    """Parse compositions that may differ in their budgets and codecs only.
+
+    Raises:
+        ValueError: They differ in anything else, a codec ties layers or heads or is fitted on each prompt, or a budget
+            is in bytes or is divided among the layers by a statistic of the prompt.
+    """
     configs = [parse(text) for text in texts]
     for text, config in zip(texts, configs, strict=True):
         if any(codec.taught or codec.layers > 1 or codec.heads != 1 for codec in config.all_codecs):
@@ -125,7 +137,7 @@ def alike(texts: Sequence[str]) -> list[CacheConfig]:
 
 
 def in_bytes(budget: Budget) -> bool:
-    """Whether a size that it is made of is known when the bytes of a whole cache are."""
+    """Whether a size in the budget is given in bytes of the whole cache."""
     found = False
 
     def look(size: Size) -> Size:
@@ -138,7 +150,7 @@ def in_bytes(budget: Budget) -> bool:
 
 
 def bare(config: CacheConfig) -> tuple[Any, ...]:
-    """What a config is beside its size and codecs."""
+    """A config without its size and codecs, for comparison."""
     tiers = tuple(replace(tier, k=None, v=None) for tier in config.tiers)
     plain = {"budget": config.budget.of(lambda _: All()), "codec": CacheConfig().codec}
     frame = replace(config, **plain, tiers=tiers, name="", exactness="")

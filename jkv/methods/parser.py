@@ -1,4 +1,4 @@
-"""Compositions by text: methods of the catalogue, joined by `|`, become a CacheConfig."""
+"""Parse compositions: methods of the catalogue, joined by `|`, become a CacheConfig."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 def parse(text: str) -> CacheConfig:
-    """CacheConfig of a composition such as "snapkv(budget=512) | int4"; `str` of it is a normal form of the text.
+    """Parse a composition such as "snapkv(budget=512) | int4" into a CacheConfig.
 
-    Raises ValueError for an unknown method or argument (with the nearest known one), for arguments that are not
-    literals, and for two methods that fill the same axis.
+    `str` of the config is a normal form of the text.
+
+    Raises:
+        ValueError: A method or argument is unknown (the message names the nearest known one), an argument is not a
+            literal, or two methods fill the same axis.
 
     >>> str(parse("snapkv( budget=512 )|int4"))
     'snapkv(budget=512) | int4'
@@ -30,6 +33,7 @@ def parse(text: str) -> CacheConfig:
     for stage in text.split("|"):
         name, arguments = read_call(stage.strip(), text)
         entry = known(name)
+        # Split the method's own arguments from the ones that every method takes.
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         for argument, value in schedule.items():
             if argument in (*SCHEDULE, "chunk") and (type(value) is not int or value < 0):
@@ -38,6 +42,8 @@ def parse(text: str) -> CacheConfig:
             filled = entry(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
+        # Merge the axes. "full" may share one with another method. The largest recent=, sinks= and block= hold, unless
+        # this stage sets them.
         for axis, value in filled.items():
             if axis in owner and axis not in ARGUMENTS and name != "full":
                 if owner[axis] != "full":
@@ -46,6 +52,7 @@ def parse(text: str) -> CacheConfig:
             axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
         exactness.append(entry.exactness)
+    # Apply the axes that wrap another axis, now that the axis is filled.
     around = {name: axes.pop(name) for name in AROUND if name in axes}
     config = CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
     for name, given in around.items():
@@ -54,7 +61,11 @@ def parse(text: str) -> CacheConfig:
 
 
 def known(name: str) -> Row:
-    """A row of the catalogue; ValueError names the nearest one."""
+    """Look up a method of the catalogue.
+
+    Raises:
+        ValueError: The name is unknown; the message suggests the nearest one.
+    """
     if name not in CATALOGUE:
         near = difflib.get_close_matches(name, CATALOGUE, 1)
         raise ValueError(
@@ -64,6 +75,7 @@ def known(name: str) -> Row:
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
+    """Error message for an argument that the method does not take; `fallback` if all are known."""
     known = [*entry.arguments, *ARGUMENTS]
     for name in arguments:
         if name not in known and name in SIZES:
@@ -75,7 +87,7 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
             made = CacheConfig(**{axis: x for axis, x in entry.filled.items() if axis in ("codec", "tiers")})
             if made.taught:
                 return f"{entry.name} has no {name}=: it keeps every token, as its codec learns of all of a prompt"
-            first = "tova" if made.joins else "snapkv"  # heads that are coded together keep the same tokens
+            first = "tova" if made.joins else "snapkv"  # heads that are coded together must keep the same tokens
             return f"{entry.name} has no {name}=: it evicts nothing; write '{first}({name}=...) | {entry.name}'"
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -85,9 +97,14 @@ def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str
 
 
 def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
-    """Every method that scores tokens with every one that codes or selects them: why it is refused, or "".
+    """Check every method that scores tokens with every method that codes or selects them.
 
-    In a budget that has room for the recent windows of all of them, on a model whose context has room for the budget.
+    Args:
+        budget: Tokens of the scoring methods; enough for every method's recent window. The model's context is set to 16
+            times this.
+
+    Returns:
+        For each pair of names, the reason why the pair is refused, or "".
     """
     out, model = {}, replace(model, context=16 * budget)
     for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
@@ -103,7 +120,7 @@ def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
 
 
 def as_config(what: str | CacheConfig | None) -> CacheConfig:
-    """A CacheConfig from text, from a CacheConfig, or from nothing: the full cache."""
+    """Return a CacheConfig for a composition, a CacheConfig, or None (the full cache)."""
     if what is None:
         return parse("full")
     return parse(what) if isinstance(what, str) else what

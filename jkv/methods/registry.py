@@ -1,4 +1,4 @@
-"""Rows of the catalogue: a paper is a function from arguments to the axes that it fills."""
+"""Rows of the catalogue: each method is a function from its arguments to the config axes that it fills."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from jkv.methods.selection.wrappers import over_layers, over_steps, voted
 from jkv.methods.values import valued
 from jkv.utils.validation import read_bytes
 
-Axes = dict[str, Any]  # field of CacheConfig -> value
-FOLDER = "str | None"  # the type of arguments that name a folder
-Positive = int  # an argument that is 1 or more; other whole numbers may be 0
+Axes = dict[str, Any]  # field of CacheConfig, or a key of AROUND -> value
+FOLDER = "str | None"  # annotation of arguments that name a folder
+Positive = int  # annotation of arguments that are 1 or more; other integers may be 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method of the catalogue: called with its arguments, it gives the axes that it fills.
+    """One method of the catalogue. Calling it with its arguments returns the config axes that it fills.
 
-    `make` of a row that is `sized` has a `size` in front, which users give as one of budget=, keep= and bytes=.
-    exactness: how far it is its source's method; claim: what that source promises, in its own setting.
+    Attributes:
+        name: Name of the method in compositions.
+        paper: arXiv id of the source, or another reference.
+        exactness: How close the implementation is to its source.
+        claim: What the source promises, in its own setting.
+        make: Function that fills the axes. If it has a `size` parameter, users give it as one of budget=, keep= and
+            bytes=.
     """
 
     name: str
@@ -37,10 +42,12 @@ class Row:
 
     @property
     def about(self) -> str:
+        """First line of the method's docstring."""
         return self.text.split("\n")[0]
 
     @property
     def text(self) -> str:
+        """Docstring of the method."""
         return inspect.getdoc(self.make) or ""
 
     @cached_property
@@ -49,17 +56,18 @@ class Row:
 
     @property
     def _own(self) -> dict[str, Any]:
+        """Parameters of `make` and their defaults; `...` where it has none."""
         own = self._signature.parameters.values()
         return {p.name: ... if p.default is p.empty else p.default for p in own}
 
     @property
     def sized(self) -> bool:
-        """Whether it has a budget that users give, in any of its forms."""
+        """Whether users give the method a budget, in any form."""
         return "size" in self._own
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Its own, and their defaults; `...` where it has none."""
+        """Arguments of the method and their defaults; `...` where it has none."""
         own = self._own
         if not self.sized:
             return own
@@ -67,19 +75,24 @@ class Row:
         return {"budget": None, "keep": getattr(default, "keep", None), "bytes": None} | own
 
     def __call__(self, **arguments: Any) -> Axes:
-        """What these arguments fill; TypeError for one that is not its own, ValueError for a value that cannot be."""
+        """Return the axes that these arguments fill.
+
+        Raises:
+            TypeError: An argument is unknown.
+            ValueError: A value is not allowed.
+        """
         for name, value in arguments.items():
             self._check(name, value)
         if not self.sized:
             return self.make(**arguments)
         given = {name: arguments.pop(name, None) for name in SIZES}
-        self._signature.bind(None, **arguments)  # who misspells a name is told so first
+        self._signature.bind(None, **arguments)  # raise for misspelled names first
         default = self._own["size"]
         plain = default is not ... and all(x is None for x in given.values())
         return self.make(default if plain else size(**given), **arguments)
 
     def _check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value that no argument of this type can have: whole numbers are not negative."""
+        """Raise ValueError for a value that the argument's annotation does not allow; integers are never negative."""
         parameter = self._signature.parameters.get(name)
         kind = parameter.annotation if parameter else ""
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
@@ -101,21 +114,21 @@ class Row:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Its arguments that name a folder of weights, or of what a model was measured by."""
+        """Names of the arguments that take a folder of trained weights or of a calibration."""
         return tuple(p.name for p in self._signature.parameters.values() if p.annotation == FOLDER)
 
     @property
     def filled(self) -> Axes:
-        """What its defaults fill, for 64 tokens where it must be told how many."""
+        """Axes filled by the default arguments, with 64 tokens if a budget is required."""
         return self(**({"budget": 64} if self.sized else {}))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that its defaults fill."""
+        """Names of the axes filled by the default arguments."""
         return tuple(k for k in self.filled if k in AXES)
 
     def bits(self, dim: int) -> list[tuple[float, float]]:
-        """Bits of a number of keys and of values with `dim` channels, metadata included, of each tier that is coded.
+        """Bits per number of keys and values with `dim` channels, metadata included, for each tier that is coded.
 
         >>> from jkv.methods import CATALOGUE
         >>> CATALOGUE["int4"].bits(64), CATALOGUE["snapkv"].bits(64)
@@ -129,7 +142,7 @@ class Row:
 
     @property
     def parts(self) -> dict[str, str]:
-        """The classes that these are made of, and what each of them does.
+        """Classes that the method is made of, and their docstrings.
 
         >>> from jkv.methods import CATALOGUE
         >>> list(CATALOGUE["snapkv"].parts)
@@ -139,6 +152,7 @@ class Row:
 
 
 def _parts(filled: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name and docstring of every dataclass in the filled axes, depth first."""
     if isinstance(filled, dict | tuple):
         for x in filled.values() if isinstance(filled, dict) else filled:
             yield from _parts(x)
@@ -170,10 +184,11 @@ AXES = (
 
 
 def _around(axis: str, wrap: Callable[[Any, Any], Any]) -> tuple[str, Callable[[CacheConfig, Any], CacheConfig]]:
+    """An entry of AROUND: the axis it changes, and the function that wraps the config's value of that axis."""
     return axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
 
 
-# what rows change of an axis of the config, whichever row fills that
+# axes that wrap another axis of the config, whichever row fills that one
 AROUND = {
     "append": _around("budget", beyond),
     "compression": _around("prefill", compressed),
@@ -182,7 +197,7 @@ AROUND = {
     "layers": _around("select", over_layers),
     "values": ("tiers", valued),
 }
-SCHEDULE = ("recent", "sinks", "block")  # the most that a method of a composition asks for
+SCHEDULE = ("recent", "sinks", "block")  # a composition takes the largest value that one of its methods asks for
 ARGUMENTS = (
     *SCHEDULE,
     "chunk",
@@ -193,12 +208,20 @@ ARGUMENTS = (
     "hot",
     "hot_by",
     "device_bytes",
-)  # that every method takes
-SIZES = ("budget", "keep", "bytes")  # that every method takes which is sized
+)  # arguments of every method
+SIZES = ("budget", "keep", "bytes")  # arguments of every method with a budget
 CATALOGUE: dict[str, Row] = {}
 
 
 def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+    """Register the decorated function as a method of the catalogue, under its own name.
+
+    Args:
+        paper: arXiv id of the source, or another reference.
+        exactness: How close the implementation is to its source.
+        claim: What the source promises, in its own setting.
+    """
+
     def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
         CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
         return make
@@ -207,7 +230,16 @@ def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., 
 
 
 def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
-    """The budget that a method was given, in exactly one of its three forms; ValueError for none, or several."""
+    """Parse a method's budget, given as exactly one of `budget`, `keep` and `bytes`.
+
+    Args:
+        budget: Tokens to keep.
+        keep: Fraction of the tokens to keep.
+        bytes: Bytes of the whole cache, such as "64MiB".
+
+    Raises:
+        ValueError: None or several are given, or the value is out of range.
+    """
     given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
     if len(given) != 1:
         raise ValueError(

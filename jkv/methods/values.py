@@ -1,4 +1,4 @@
-"""Values in another codec than the row of their keys has."""
+"""A codec for the values other than the one that comes with the keys' method."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import replace
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.protocols import Codec
 
-REST = ("score", "budget", "pooled", "merge", "select", "prefill")  # axes that say nothing of codes
+REST = ("score", "budget", "pooled", "merge", "select", "prefill")  # axes other than codes
 
 
 def values_of(config: CacheConfig) -> Codec:
-    """How a composition keeps values, in its last tier; ValueError for one that does more than code."""
+    """Value codec of a composition's last tier.
+
+    Raises:
+        ValueError: The composition fills axes other than codes.
+    """
     plain = CacheConfig()
     if more := [x for x in REST if getattr(config, x) != getattr(plain, x)]:
         raise ValueError(f"values: codec='{config}' fills {' and '.join(more)}: name a method that only codes")
@@ -19,7 +23,7 @@ def values_of(config: CacheConfig) -> Codec:
 
 
 def valued(config: CacheConfig, v: Codec) -> CacheConfig:
-    """The config with values as `v` keeps them: in the tiers that are coded, or in all if none is."""
+    """Replace the value codec by `v` in the tiers that are coded, or in all tiers if none is."""
 
     def coded(tier: TierSpec) -> bool:
         return not all(codec.exact for codec in config.codecs(tier))

@@ -1,4 +1,4 @@
-"""A size divided: among layers, alike for all texts or by a statistic of a prompt, or among the heads of a layer."""
+"""Budgets divided among layers, by fixed weights or by a statistic of the prompt, or among the heads of a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def rounded(exact: Sequence[Fraction]) -> tuple[int, ...]:
-    """Whole numbers of the same whole sum: each rounded down, and one more for those that lose most, the first first.
+    """Round to integers with the same integer sum, by largest remainder; ties go to the first.
 
     >>> rounded([Fraction(5, 3), Fraction(4, 3), Fraction(2)])
     (2, 1, 2)
@@ -37,9 +37,9 @@ def rounded(exact: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def handed_on(parts: Sequence[int], total: int, most: int) -> tuple[int, ...]:
-    """Parts of `total`, none above `most`; what that leaves is spread evenly, the first get one more.
+    """Cap parts of `total` at `most` and spread the excess evenly, one more to the first parts.
 
-    Where all have `most`, the rest is spread over all.
+    If every part has reached `most`, the excess is spread over all parts.
 
     >>> handed_on((8, 2, 2), 12, 6), handed_on((4, 4), 9, 2)
     ((6, 3, 3), (5, 4))
@@ -56,7 +56,7 @@ def handed_on(parts: Sequence[int], total: int, most: int) -> tuple[int, ...]:
 
 
 def proportional(total: int, weights: Sequence[float], most: int) -> tuple[int, ...]:
-    """Parts of `total` in proportion to weights, none above `most`; `handed_on` says who gets what that leaves.
+    """Divide `total` in proportion to weights, no part above `most`; `handed_on` spreads the excess.
 
     Source: CAKE (2503.12491), which clips once.
 
@@ -68,7 +68,7 @@ def proportional(total: int, weights: Sequence[float], most: int) -> tuple[int, 
 
 @part
 class Division(Budget):
-    """A size divided among the layers: their mean is the size."""
+    """A size divided among the layers; the mean over layers is the size."""
 
     size: Size
 
@@ -88,7 +88,7 @@ class Division(Budget):
 
 @part
 class Above(Division):
-    """A size in every layer from `layer` on (None: the upper half), and every token in those below it."""
+    """A size in every layer from `layer` on (None: the upper half), and every token in the layers below."""
 
     layer: int | None
 
@@ -104,11 +104,17 @@ class Above(Division):
 
 @part
 class Fixed(Division):
-    """Divided alike for all texts."""
+    """A size divided in the same way for all texts."""
 
     def shares(self, tokens: int, most: int, top: int, layers: int) -> tuple[int, ...]:
-        """Tokens of each layer, of so many on average; each can hold `most`; `top`: of the longest row."""
-        raise NotImplementedError  # its own in every such division
+        """Tokens of each layer.
+
+        Args:
+            tokens: Mean over the layers.
+            most: Tokens that a layer can hold.
+            top: The mean for the longest row.
+        """
+        raise NotImplementedError
 
     def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
         return self.size.divided_by(lambda *n: _shares(self, *n, model.layers), model, demand.longest)
@@ -127,9 +133,10 @@ def pyramid(mean: int, layers: int, beta: int, group: int = 1, most: int | None 
     """Tokens per layer, falling by equal steps, that sum to layers * mean exactly (largest remainder).
 
     low = group mean // beta, high = 2 mean - low; every `group` layers are one step. No layer gets more than `most`:
-    high = most then, and low = 2 mean - most, so the upper layers get what the lower ones cannot fill. Sources:
-    PyramidKV (2406.02069) and WindowKV (2503.17922), which round down each step and so overspend, and whose code is
-    even where a text is shorter than 2 mean; the shape is the same, the sum is not.
+    otherwise high = most and low = 2 mean - most, so upper layers get what lower ones cannot fill.
+
+    Sources: PyramidKV (2406.02069) and WindowKV (2503.17922), which round down each step and so overspend, and whose
+    code divides evenly where a text is shorter than 2 mean; the shape is the same, the sum is not.
 
     >>> pyramid(120, 32, 20)[0], pyramid(120, 32, 20)[-1], sum(pyramid(120, 32, 20)) == 32 * 120
     (234, 6, True)
@@ -146,10 +153,14 @@ def pyramid(mean: int, layers: int, beta: int, group: int = 1, most: int | None 
 
 @part
 class Pyramid(Fixed):
-    """A size on average, more in the lower layers; `window` tokens are the observation window of every layer.
+    """PyramidKV: a size on average, more in the lower layers.
 
-    `group` neighbouring layers get the same, but for the last token. What a cache is too short to fill in the lower
-    layers, the upper ones get.
+    Upper layers get what a cache is too short to fill in the lower ones. See `pyramid`.
+
+    Attributes:
+        window: Tokens of the observation window, which every layer keeps beside the pyramid.
+        beta: Steepness: the last step gets about group / beta of the mean.
+        group: Neighbouring layers with the same share, up to one token.
     """
 
     window: int
@@ -164,11 +175,11 @@ class Pyramid(Fixed):
 
 
 def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step: int = 1) -> tuple[int, ...]:
-    """Tokens per layer that sum to tokens * layers: `least`, and of the others a share by weight; `most` at most.
+    """Tokens per layer that sum to tokens * layers: `least`, plus a share of the rest by weight; `most` at most.
 
-    Shares are rounded to steps of `step` tokens; what that leaves or lacks goes step by step to or from the heaviest
-    layers that may take it, and what is less than a step to the heaviest. Source: CompressKV (2508.02401), whose step
-    is a token.
+    Shares are rounded to steps of `step` tokens. Missing or excess steps are taken one by one to or from the heaviest
+    layers that allow it, and a remainder of less than a step goes to the heaviest. Source: CompressKV (2508.02401),
+    whose step is one token.
 
     >>> weighted(64, [0.75, 0.25], least=32, most=192), weighted(64, [1.0, 0.0, 0.0], least=32, most=100)
     ((80, 48), (100, 46, 46))
@@ -183,7 +194,7 @@ def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step:
         one = 1 if gap > 0 else -1
         able = [i for i in heavy if 0 <= out[i] + one <= top]
         if not able:
-            break  # all have the most whole steps
+            break  # all layers are full
         for i in able[: abs(gap)]:
             out[i] += one
     sizes = [least + step * n for n in out]
@@ -193,12 +204,15 @@ def weighted(tokens: int, weights: Sequence[float], least: int, most: int, step:
 
 @part
 class Weighted(Fixed):
-    """A size on average, more in layers that need more: `weighted` with `least` and most = 3 times the size.
+    """CompressKV: a size on average, more in layers of larger weight; at most 3 times the size. See `weighted`.
 
-    weights of the layers, as a folder of `method` has them; None: the folder that comes with jkv for the model; until
-    it is known, layers are equal. least: tokens of every layer, or None: 32, or half of a size that is below 64, and
-    more than `window`. steps: how many there are in the size, 0: each is a token. Layers of one size share their
-    programs: a coarse step spares the compiler.
+    Attributes:
+        method: Method of the folder that holds the weights.
+        window: Tokens of the observation window; `least` is above it.
+        least: Tokens of every layer. None: 32, or half of the size if that is below 64.
+        steps: Steps that the size is divided into; 0: a step is one token. Layers of equal size share their programs,
+            so few steps save compile time.
+        weights: Weight of each layer. None: shipped with jkv for the model; layers are equal until then.
     """
 
     method: str
@@ -228,10 +242,11 @@ class Weighted(Fixed):
 
 @part
 class Measured(Division):
-    """Divided by a statistic of the layers of a prompt; `window` tokens are every layer's.
+    """A size divided by a statistic of each layer's prompt.
 
-    Slots come in steps of `step` tokens, or None: a quarter of the size, so that few prompts need programs of their
-    own.
+    Attributes:
+        window: Tokens that every layer keeps.
+        step: Slots are multiples of this, so that few prompts need programs of their own. None: a quarter of the size.
     """
 
     window: int
@@ -243,25 +258,30 @@ class Measured(Division):
         return super().sizes(model, demand) if demand.statistic is None else self.divided(demand, demand.statistic)
 
     def divided(self, demand: Demand, statistic: np.ndarray) -> Sizes:
-        """What each layer gets for its statistic, and i[L,B], of each row."""
-        raise NotImplementedError  # its own in every such division
+        """Divide the budget by the layers' statistic f[L,B,...]. `Sizes.rows` i[L,B] holds the share of each row."""
+        raise NotImplementedError
 
     def slots(self, tokens: int, longest: int) -> int:
-        """So many, in whole steps."""
+        """Round tokens up to whole steps."""
         step = max(self.size.count(longest) // 4, 1) if self.step is None else self.step
         return -(-tokens // step) * step
 
 
 @part
 class Proportional(Measured):
-    """A size on average, divided among the layers for each row in proportion to their statistic.
+    """CAKE: a size on average, divided among the layers in proportion to their statistic, row by row.
 
-    A layer has slots for the most that a row gets, and for what a fraction grows by after the prompt, which is the
-    same in every layer. Source: CAKE (2503.12491).
+    A layer has slots for the largest share of any row, and for the growth after the prompt if the size is a fraction,
+    which is the same in every layer. Source: CAKE (2503.12491).
     """
 
     def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of each layer beyond its window, of prompts of these lengths, for its statistic f[L,B]."""
+        """i[L,B]: tokens of each layer beyond its window.
+
+        Args:
+            statistic: f[L,B].
+            lengths: Tokens of each prompt.
+        """
         rows, out = np.maximum(statistic, 1e-30).T.tolist(), []
         for row, n in zip(rows, lengths, strict=True):
             total = max(self.size.count(n) - self.window, 0) * len(row)
@@ -281,11 +301,11 @@ class Proportional(Measured):
 
 @part
 class Won(Proportional):
-    """A size on average; all tokens of a prompt compete, and a layer gets the places of the best that are its own.
+    """Make Each Token Count: all tokens of a prompt compete, and a layer gets the slots that its tokens win.
 
-    The statistic is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's places are divided
-    by its heads; if the prompt has fewer tokens than there are places, the others are spread evenly. Source: Make
-    Each Token Count (2605.09649).
+    The statistic is the rank of each token of each kv head, f[L,B,H,S], -inf for none. A layer's slots are divided by
+    its heads; if the prompt has fewer tokens than there are slots, the rest is spread evenly. Source: Make Each Token
+    Count (2605.09649).
 
     >>> from jkv.methods.budgets.sizes import Tokens
     >>> ranks = np.array([[-1.0, -2.0, -3.0], [-0.1, -0.2, -0.3]])[:, None, None]
@@ -309,11 +329,11 @@ class Won(Proportional):
 
 @part
 class Inside(Measured):
-    """The same size in every layer, or all; by its statistic, the best of them are in its first tier, row by row.
+    """The same size in every layer, or every token; a layer's statistic sizes its first tier, row by row.
 
-    Of a size, a layer gets round(a / max a (tokens - window)) for a, the most of all layers; else a tokens. A first
-    tier has slots for the most of all rows, the next for what the least of them leaves, in steps. Sources: ARKV; ZipVL
-    (2410.08584).
+    With a size, the first tier of a layer gets round(a / max a (tokens - window)) tokens, a the layer's statistic and
+    max a that of all layers; without, it gets a tokens. The first tier has slots for the row with the most, the next
+    tier for what the row with the least leaves, in steps. Sources: ARKV; ZipVL (2410.08584).
 
     >>> from jkv.methods.budgets.sizes import Tokens
     >>> Inside(size=Tokens(tokens=410), window=10).shares(np.array([[1.0], [2.0], [4.0]]), [1000]).tolist()
@@ -321,7 +341,12 @@ class Inside(Measured):
     """
 
     def shares(self, statistic: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """i[L,B]: tokens of each layer's first tier, of prompts of these lengths, for its statistic f[L,B]."""
+        """i[L,B]: tokens of each layer's first tier.
+
+        Args:
+            statistic: f[L,B].
+            lengths: Tokens of each prompt.
+        """
         old = np.maximum(np.array(lengths) - self.window, 0)
         if self.bounded:
             free = np.maximum([self.size.count(n) - self.window for n in lengths], 0)
@@ -339,11 +364,17 @@ class Inside(Measured):
 
 @part
 class Split(Budget):
-    """Some kv heads of a layer hold every token; each of the others `first` tokens and `local`, or a `share` if more.
+    """RazorAttention: some kv heads of a layer hold every token, the others the first and the newest tokens.
 
-    The number is the mean over a layer's heads, rounded up. whole: how many heads of each layer hold everything, or
-    None: those that come with jkv for the model. The share is of what a row has seen. Source: RazorAttention
-    (2407.15891).
+    The size is the mean over a layer's heads, rounded up. Source: RazorAttention (2407.15891).
+
+    Attributes:
+        local: Newest tokens of the other heads.
+        share: Newest tokens as a share of the tokens seen, if that is more than `local`.
+        first: First tokens of the other heads.
+        induction: Share of all heads that hold every token because they score highest as induction heads.
+        echo: Share of all heads that do so because they score highest as echo heads.
+        whole: Heads of each layer that hold every token. None: shipped with jkv for the model.
     """
 
     local: int

@@ -1,4 +1,4 @@
-"""A budget for each layer: its own choice of several."""
+"""A budget chosen for each layer among several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @part
 class Allotted(Budget):
-    """Layer l keeps as many tokens as `choices[which[l]]` keeps there; of a plan that was measured for `models`.
+    """Give layer l the tokens that `choices[which[l]]` gives it.
 
-    No choice goes by a statistic of a prompt. ValueError for a model of another number of layers.
+    `models` are the fingerprints of the models that the plan was measured for. No choice uses a statistic of the
+    prompt. `sizes` raises ValueError for a model with another number of layers.
 
     >>> from jkv.methods.budgets.sizes import Keep
     >>> from jkv.models import TINY, read_config
@@ -32,7 +33,7 @@ class Allotted(Budget):
     models: tuple[str, ...] = ()
 
     @property
-    def bounded(self) -> bool:  # a constant of most budgets
+    def bounded(self) -> bool:  # a class attribute in most budgets
         return all(self.choices[i].bounded for i in self.which)
 
     def bound(self, params: Params) -> Budget:

@@ -1,4 +1,4 @@
-"""A budget of layers that need their ends alone, and of others that need everything."""
+"""SimLayerKV's budget: few tokens in lazy layers, every token in the others."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @part
 class Lazy(Budget):
-    """Every token; but `tokens` in layers that are lazy: whose statistic of a row's prompt is above `threshold`.
+    """SimLayerKV: `tokens` tokens in layers whose statistic of a prompt is above `threshold`, else every token.
 
-    A layer has slots for the most that a row needs. Source: SimLayerKV (2410.13846).
+    A layer has slots for the row that needs most. Source: SimLayerKV (2410.13846).
 
     >>> demand = Demand(longest=100, statistic=np.array([[0.95, 0.5], [0.95, 0.97]]))
     >>> from jkv.models import TINY, read_config

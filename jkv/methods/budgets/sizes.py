@@ -1,4 +1,4 @@
-"""Sizes: how many tokens a user asks for, in one of three forms; by itself, what every layer and head keeps.
+"""Sizes: a token budget given in tokens, as a fraction or in bytes, the same in every layer and head.
 
 `layers.py` divides a size among layers; `Beyond` keeps what follows a prompt on top of any budget.
 """
@@ -21,49 +21,67 @@ from jkv.protocols import Budget, Counts, Demand, Layer, LayerSize, Sizes
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
 
-# Tokens of each layer, of so many on average, the most that can be held of a row, and the most of all rows.
+# (mean tokens, tokens that a layer can hold, mean for the longest row) -> tokens of each layer.
 Shares = Callable[[int, int, int], tuple[int, ...]]
-POINTS = 64  # numbers of tokens for which a division of a fraction is worked out; between them it is a line
+POINTS = 64  # points at which a division of a fraction is computed; in between it is interpolated
 
 
 class Size(Budget):
-    """How much a user asks for. tokens: the number of them, where that is known before a text is; in_bytes: it is known
-    when the bytes of a whole cache are."""
+    """The budget that a user asks for, the same in every layer and head.
+
+    Attributes:
+        tokens: Number of tokens, if it is known before any text.
+        in_bytes: The number of tokens is known only once the bytes of a whole cache are.
+    """
 
     tokens: int | None = None
     in_bytes = False
 
     def above(self, name: str, least: int, what: str) -> Self:
-        """This size for a method that keeps `least` tokens in any case and needs one more; ValueError if it has not."""
+        """Return this size for a method that always keeps `least` tokens and needs one more.
+
+        Args:
+            name: Name of the method, for the message.
+            what: Name of what the method always keeps, for the message.
+
+        Raises:
+            ValueError: The size is too small.
+        """
         return self.at_least(least + 1)
 
     def at_least(self, tokens: int) -> Self:
-        """This size, and where it is a fraction no fewer than so many tokens."""
+        """Return this size with a minimum of `tokens`, if it is a fraction."""
         return self
 
     def of(self, change: Callable[[Self], Budget]) -> Budget:
         return change(self)
 
     def fit(self, cost: Callable[[Size], int], least: Callable[[], int], longest: int) -> Size:
-        """This size in tokens, once `cost` of one in bytes can be asked; itself if it is not in bytes.
+        """Convert a size in bytes into tokens; any other size is returned as it is.
 
-        `least` tokens or more, of a cache of rows of at most `longest` tokens; ValueError if they do not fit.
+        Args:
+            cost: Bytes of a cache of a given size.
+            least: Smallest number of tokens to return.
+            longest: Tokens of the longest row.
+
+        Raises:
+            ValueError: `least` tokens do not fit.
         """
         return self
 
     def count(self, seen: int) -> int:
-        """Tokens of a row that has seen so many, as `limit` has it."""
-        raise NotImplementedError  # of those that are numbers of tokens
+        """Tokens that a row may hold after `seen` tokens, as in `limit`. Not defined for sizes in bytes."""
+        raise NotImplementedError
 
     def capacity(self, longest: int) -> int:
-        """Tokens that are held at most, of rows of at most `longest` tokens; all of these until `fit` has said more."""
+        """Largest number of tokens held of rows of at most `longest` tokens; `longest` for bytes before `fit`."""
         return longest
 
     def sizes(self, model: ModelConfig, demand: Demand) -> Sizes:
         return Sizes(layers=(LayerSize(tokens=self.capacity(demand.longest)),) * model.layers)
 
     def divided_by(self, shares: Shares, model: ModelConfig, longest: int) -> Sizes:
-        """What `shares` gives the layers of this size; alike as long as it is no number of tokens."""
+        """Divide this size among the layers by `shares`; all layers are equal unless it is a number of tokens."""
         return self.sizes(model, Demand(longest=longest))
 
 
@@ -79,7 +97,7 @@ class All(Size):
 
 @part
 class Tokens(Size):
-    """The same number of tokens in every layer and head, recent window included."""
+    """A number of tokens in every layer and head, recent window included."""
 
     tokens: int
 
@@ -103,7 +121,7 @@ class Tokens(Size):
 
 @part
 class Bytes(Size):
-    """As many tokens as fit into so many bytes, everything counted; the same in every layer and head."""
+    """As many tokens as fit into this many bytes of the whole cache; the same number in every layer and head."""
 
     bytes: int
     least: int = 1
@@ -127,7 +145,7 @@ class Bytes(Size):
 
 @part
 class Keep(Size):
-    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row, but no fewer than `least`."""
+    """A fraction of the tokens that a row has seen: floor(keep * seen), row by row, but at least `least`."""
 
     keep: float
     least: int = 0
@@ -150,13 +168,13 @@ class Keep(Size):
         step = max(-(-top // POINTS), 1)
         means = [top - step * i for i in range(top // step, -1, -1)]
         of_layers = np.array([shares(n, min(ceil(n / self.keep), longest), top) for n in means]).T
-        falls = np.minimum.accumulate(of_layers[:, ::-1], 1)[:, ::-1]  # what a layer was given is never taken back
+        falls = np.minimum.accumulate(of_layers[:, ::-1], 1)[:, ::-1]  # a layer's share never shrinks as the row grows
         points = [tuple(zip(means, row, strict=True)) for row in falls.tolist()]
         return Sizes(layers=tuple(LayerSize(tokens=x[-1][1], points=x) for x in points))
 
 
 def between(points: tuple[tuple[int, int], ...], mean: Array) -> Array:
-    """i32[B] tokens of a layer where all have i32[B] on average: on the line through `LayerSize.points`."""
+    """Interpolate a layer's tokens i32[B] on the line through `LayerSize.points`, for i32[B] tokens on average."""
     means, tokens = zip(*points, strict=True)
     first, step = means[0], means[1] - means[0] if means[1:] else 1
     line = jnp.asarray((*tokens, tokens[-1]), jnp.int32)
@@ -168,9 +186,9 @@ def between(points: tuple[tuple[int, int], ...], mean: Array) -> Array:
 
 @part
 class Beyond(Budget):
-    """A budget of the prompt alone: what follows is kept on top of it, and so is a share of what is generated.
+    """A budget for the prompt only: what follows is kept on top of it, and generated tokens by a share.
 
-    Text that is given after the prompt is kept whole, and generated tokens as long as they are recent.
+    Text given after the prompt is kept whole; of generated tokens, the recent ones and a `share` of the older ones.
     """
 
     budget: Budget
@@ -202,7 +220,10 @@ class Beyond(Budget):
         return replace(sizes, layers=tuple(replace(x, beyond=more) for x in sizes.layers))
 
     def limit(self, layer: Layer, counts: Counts, share: Array | None) -> Array:
-        """In whole units: with newcomers, what waited in the window for its unit leaves too."""
+        """Tokens i32[B] that each row may hold, in whole units.
+
+        Tokens that waited in the window for their unit to fill leave it with the newcomers.
+        """
         if not layer.size.beyond:
             return self.budget.limit(layer, counts, share)
         unit, prompt = layer.unit, Counts(seen=counts.prompt, prompt=counts.prompt, later=jnp.zeros_like(counts.later))
@@ -217,10 +238,10 @@ class Beyond(Budget):
 
 
 def beyond(budget: Budget, share: float) -> Budget:
-    """A budget with all that follows the prompt on top of it, but of generated tokens a share."""
+    """Keep what follows the prompt on top of a budget, and a `share` of the generated tokens."""
     return Beyond(budget=budget, share=share)
 
 
 def at_most(most: int, budget: int | None, part: int) -> int:
-    """A paper's number of tokens, or that part of a budget in tokens where it is small."""
+    """Return a paper's number of tokens `most`, capped at 1/`part` of a budget in tokens."""
     return most if budget is None else min(most, max(budget // part, 1))

@@ -1,4 +1,4 @@
-"""Scores of attention received."""
+"""Scores of received attention."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.cache.cache import Queries
 
-BITS = 24  # of a word: every whole number of so many bits is a float32
-MASS = "mass"  # the column of all attention so far
+BITS = 24  # bits of a word, because float32 holds every integer of 24 bits
+MASS = "mass"  # column of the attention received since birth
 
 
 def mass(ev: Evidence, queries: Queries, group: str) -> Array:
-    """f32[B,H,S]: probability received from some queries, summed over them, summed or averaged over G."""
+    """f32[B,H,S]: attention that each key gets from `queries`, summed over them.
+
+    Over G it is summed if `group` is "sum", else averaged.
+    """
     total = ev.sums(queries)
     return total if group == "sum" else total / queries.q.shape[2]
 
 
 def most(ev: Evidence, queries: Queries) -> Array:
-    """f32[B,H,S]: the highest probability that one of these queries pays to each key."""
+    """f32[B,H,S]: the highest probability that each key gets from one of `queries`."""
     return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
 
 
 @part
 class WindowMass(Score):
-    """Attention from the last `queries` queries: s_j = sum_i p[i,j], averaged over G.
+    """SnapKV, TOVA: attention from the last `queries` queries, s_j = sum_i p[i,j], averaged over G.
 
     Sources: SnapKV (2404.14469), TOVA (2401.06104: one query).
     """
@@ -62,9 +65,10 @@ class WindowMass(Score):
 
 @part
 class Foremost(Score):
-    """The highest attention from one of the last `queries` queries, a mean over all heads: one set for a layer.
+    """MPCache: the highest attention from one of the last `queries` queries, averaged over all heads of the layer.
 
-    s_j = max_i mean over heads of p[i,j]. Source: MPCache (2501.06807), whose queries are the last 20% of a prompt.
+    s_j = max_i mean over heads of p[i,j]; all heads keep the same tokens. Source: MPCache (2501.06807), whose queries
+    are the last 20% of a prompt.
     """
 
     queries: int = 64
@@ -83,10 +87,10 @@ class Foremost(Score):
 
 @part
 class EvenMass(Score):
-    """Attention from the last `queries` queries as if each saw equally much: s_j = sum_i n_i p[i,j], mean over G.
+    """FINCH: attention from the last `queries` queries, normalised by how many tokens each query sees.
 
-    n_i is the number of tokens that query i sees, so that later ones, which share theirs among more, count as much.
-    Source: FINCH (2408.00167).
+    s_j = sum_i n_i p[i,j], averaged over G, n_i the number of tokens that query i sees. So later queries, which spread
+    their attention over more tokens, count as much as earlier ones. Source: FINCH (2408.00167).
     """
 
     queries: int = 32
@@ -108,11 +112,12 @@ class EvenMass(Score):
 
 @part
 class Accumulated(Score):
-    """All attention received since birth: acc_j <- decay acc_j + sum over G of p[i,j], query by query, in float32.
+    """H2O, A2SF: all attention received since birth, with forgetting factor `decay`.
 
-    Exact for every token that is still there: the saved log-sum-exp is of the softmax that was really used, and n
-    queries at once are decay^n acc_j + sum_i decay^(n-1-i) p[i,j]. With decay < 1, queries whose weight is below 1e-7
-    are left out. Sources: H2O (2306.14048), A2SF (2407.20485).
+    acc_j <- decay acc_j + sum over G of p[i,j], query by query, in float32. Exact for every token that is still in the
+    cache: the saved log-sum-exp is that of the softmax that was used, and n queries at once are decay^n acc_j + sum_i
+    decay^(n-1-i) p[i,j]. With decay < 1, queries whose weight is below 1e-7 are left out. Sources: H2O (2306.14048),
+    A2SF (2407.20485).
     """
 
     decay: float = 1.0
@@ -131,7 +136,7 @@ class Accumulated(Score):
             count = (queries.pos >= 0).sum(1).astype(jnp.float32)
             old = old * jnp.power(self.decay, count)[:, None, None]
             horizon = ceil(log(1e-7) / log(self.decay)) if self.decay else 1
-            queries = queries.newest(max(horizon, ev.plan.block))  # in a block rows may pause
+            queries = queries.newest(max(horizon, ev.plan.block))  # rows may pause within a block
             age = (ev.seen[:, None] - 1 - queries.pos).astype(jnp.float32)
             weight = jnp.power(self.decay, age)
             queries = replace(queries, lse=queries.lse - jnp.log(weight)[:, None, None])
@@ -143,9 +148,9 @@ class Accumulated(Score):
 
 @part
 class Latest(Score):
-    """Attention from the queries since the last flush alone: s_j = sum_i p[i,j], summed over G.
+    """LoCoCo: attention from the queries since the last flush, s_j = sum_i p[i,j], summed over G.
 
-    Of a prompt those are all queries of its last piece. Source: LoCoCo (2406.05317).
+    For a prompt these are all queries of its last chunk. Source: LoCoCo (2406.05317).
     """
 
     needs = Needs(new=True, chunks="own")
@@ -163,11 +168,11 @@ class Latest(Score):
 
 @part
 class Persistence(Score):
-    """Tokens that the last `queries` queries seldom treat worse than the others.
+    """Scissorhands: keep the tokens that the last `queries` queries seldom attend to less than uniformly.
 
-    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees. A token keeps
-    a bit of each of these queries, the one at position t in place t mod `queries`: words of 24 bits, as floats, which
-    hold them exactly. Source: Scissorhands (2305.17118); that heads of a group are averaged first is a reconstruction.
+    rank_j = -(number of queries with mean over G of p[i,j] < 1 / n_i), n_i the tokens that query i sees. Each token
+    stores one bit per query, that of the query at position t in place t mod `queries`, in words of 24 bits, which
+    floats hold exactly. Source: Scissorhands (2305.17118); averaging the heads of a group first is a reconstruction.
     """
 
     queries: int = 400
@@ -176,7 +181,7 @@ class Persistence(Score):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The columns of the bits."""
+        """Names of the columns that hold the bits."""
         return tuple(f"low{i}" for i in range(ceil(self.queries / BITS)))
 
     def birth(self, new: Born) -> Columns:
@@ -184,7 +189,7 @@ class Persistence(Score):
 
     def observe(self, ev: Evidence) -> Columns:
         assert ev.new is not None
-        asked = ev.new.newest(max(self.queries, ev.plan.block))  # in a block rows may pause
+        asked = ev.new.newest(max(self.queries, ev.plan.block))  # rows may pause within a block
         asked = replace(asked, pos=jnp.where(asked.pos >= ev.seen[:, None] - self.queries, asked.pos, -1))
         window, words = ev.plan.window, len(self.words)
 
@@ -195,7 +200,7 @@ class Persistence(Score):
             see = visible(q_pos, pos, window) & (q_pos >= 0)[:, None, :, None]
             return jnp.einsum("bhns,bnw->bhsw", (see & (p.mean(2) < 1)).astype(jnp.float32), self.bits(q_pos))
 
-        times = jnp.log(jnp.maximum(ev.over_keys(seen, asked), 1))  # n p: how many times the uniform share
+        times = jnp.log(jnp.maximum(ev.over_keys(seen, asked), 1))  # n p: attention relative to the uniform share
         new = ev.fold(low, replace(asked, lse=asked.lse - times))
         stale = self.bits(asked.pos).sum(1).astype(jnp.int32)
         out = dict(ev.columns)
@@ -205,7 +210,7 @@ class Persistence(Score):
         return out
 
     def bits(self, pos: Array) -> Array:
-        """f32[B,N,words]: the bit of each query at pos i32[B,N], nothing for a dead one."""
+        """f32[B,N,words]: the bit of each query at pos i32[B,N]; 0 for a dead query."""
         place = jnp.remainder(jnp.maximum(pos, 0), self.queries)[..., None]
         bit = jnp.left_shift(jnp.ones_like(place), jnp.remainder(place, BITS)).astype(jnp.float32)
         mine = (per(place, BITS) == jnp.arange(len(self.words))[None, None]) & (pos >= 0)[..., None]
@@ -218,12 +223,12 @@ class Persistence(Score):
 
 @part
 class Recurrence(Score):
-    """Tokens that come back: attended to again after an interval no longer than their longest one so far.
+    """LazyEviction: keep tokens that are still within their longest interval between activations so far.
 
-    A token is active at step n if max over G of p >= threshold; then interval = max(interval, n - last), last = n.
-    rank = 2 s(-1 - (n - last) / (interval + 1e-5)) + [interval > 0] 2 s(1 - interval), s the logistic function. Of a
+    A token is active at step n if max over G of p >= threshold; then interval = max(interval, n - last), last = n. rank
+    = 2 s(-1 - (n - last) / (interval + 1e-5)) + [interval > 0] 2 s(1 - interval), s the logistic function. For a
     prompt, the last `block` queries are such steps. Source: LazyEviction (2506.15969), which tracks query heads one by
-    one and no prompt; here a kv head's queries share their tokens.
+    one and no prompt; here the queries of a kv head share their tokens.
     """
 
     threshold: float = 1e-4
@@ -251,6 +256,7 @@ class Recurrence(Score):
             gap = jnp.maximum(jnp.maximum(a[2], b[2]), between)
             return jnp.where(a[0] > 0, a[0], b[0]), jnp.maximum(a[1], b[1]), gap
 
+        # First and last activation, and the longest gap between activations, among the new queries.
         first, last, gap = ev.fold(step, ev.new.newest(ev.plan.block), join)
         old, interval = (jnp.where(ev.live, ev.columns[name], 0) for name in ("last", "interval"))
         old = jnp.maximum(old, ev.pos.astype(jnp.float32))  # a token's own query is step pos + 1
@@ -266,10 +272,10 @@ class Recurrence(Score):
 
 @part
 class PathMass(Score):
-    """Attention from the last `queries` queries to generated tokens alone, those that stay in any case left out.
+    """RPC: attention from the last `queries` queries to generated tokens, without the recent window.
 
-    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; tokens that were given, in this turn or
-    an earlier one, get 0. Source: RPC (2505.13866).
+    s_j = sum_i softmax_j(q_i . k_j scale) over these tokens, averaged over G; tokens of a prompt, in this turn or an
+    earlier one, get 0. Source: RPC (2505.13866).
     """
 
     queries: int = 32
@@ -284,6 +290,7 @@ class PathMass(Score):
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         last, longest = (ev.seen - ev.plan.recent)[:, None, None], ev.plan.longest
+        # Mark the positions of prompt tokens in a table.
         at = jnp.where(ev.live & (ev.columns["given"] > 0), ev.pos, longest)
         told = jnp.zeros((*at.shape[:2], longest + 1), bool)
         told = jnp.put_along_axis(told, at, True, -1, inplace=False).at[:, :, longest].set(False)
@@ -292,6 +299,7 @@ class PathMass(Score):
             path = (pos < last) & ~take_along(told, jnp.clip(pos, 0, longest), -1)
             return jnp.where(path[:, :, None, None], p, 0)
 
+        # Renormalise the softmax over the generated tokens.
         total = ev.over_keys(lambda p, q_pos, pos, index: of_path(p, pos).sum(-1), ev.kept)
         asked = replace(ev.kept, lse=ev.kept.lse + jnp.log(jnp.maximum(total, 1e-30)))
         return ev.fold(lambda p, q_pos, pos, index: of_path(p, pos).mean(2).sum(2), asked)

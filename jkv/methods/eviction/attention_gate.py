@@ -1,4 +1,4 @@
-"""Eviction by a gate over the whole prompt (Attention-Gate)."""
+"""Attention-Gate: eviction by a gate that reads the whole prompt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-QUERIES = 256  # of the gate, whose attention exists at once
-OPEN = 1e4  # of what is generated: no gate says more
+QUERIES = 256  # the gate's queries whose attention is in memory at once
+OPEN = 1e4  # column of generated tokens, above anything that a gate returns
 
 
 @value
 class Look:
-    """u = out [o_1; ...; o_N] + offset for each kv head, of N small heads of attention over a block's normed input x.
+    """u = out [o_1; ...; o_N] + offset per kv head, from N small attention heads over the layer's normed input x.
 
-    o_n = softmax(q_n k_n / sqrt(P)) v_n with q, k, v f[L,N,P,E]: every token looks at all tokens of its text, later
-    ones too. out f[L,H,N,P], offset f[L,H]; in a layer's own score without L.
+    o_n = softmax(q_n k_n / sqrt(P)) v_n with q, k, v f[L,N,P,E]; every token attends to all tokens of its text, later
+    ones too. out f[L,H,N,P], offset f[L,H]. In a layer's own score the arrays have no axis L.
     """
 
     q: Array
@@ -37,7 +37,11 @@ class Look:
     axes: ClassVar = dict(q="LNPE", k="LNPE", v="LNPE", out="LHNP", offset="LH")
 
     def __call__(self, x: Array, of: Array) -> Array:
-        """f32[B,H,T] of x f[B,T,E]; of i32[B,T]: the text of each token, -1: it is in none, and says nothing."""
+        """f32[B,H,T] of x f[B,T,E].
+
+        Args:
+            of: i32[B,T]: the text of each token; -1 for a token outside any text, which is masked.
+        """
         x = jnp.where((of >= 0)[..., None], x.astype(jnp.float32), 0)
         q, k, v = (jnp.einsum("bte,npe->bntp", x, w) for w in (self.q, self.k, self.v))
         t, n = x.shape[1], min(x.shape[1], QUERIES)
@@ -57,7 +61,7 @@ class Look:
 
 
 def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -> Look:
-    """A gate that keeps everything yet: random attention, an `out` of zeros and an offset above 0.
+    """Initialize a gate that keeps everything: random attention, `out` of zeros and a positive `offset`.
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY), 2, 4, 2.0, jax.random.key(0)).q.shape
@@ -71,11 +75,16 @@ def start(model: ModelConfig, heads: int, dim: int, offset: float, key: Array) -
 
 @part
 class Gated(trained_weights.Bearer, Score):
-    """Attention-Gate: tokens of a prompt with sigmoid(u) <= threshold are seen by themselves alone, and are not kept.
+    """Attention-Gate: drop the prompt tokens whose gate is closed, sigmoid(u) <= threshold.
 
-    u is what a `Look` at the whole prompt says of each token and kv head, before the layer attends. rank = u:
-    where a budget is too small the least certain leave. What is generated stays. gate: the weights,
-    or None: those that come with jkv for the model. Source: 2410.12876, a reconstruction from its abstract.
+    `Look` computes u for each token and kv head from the whole prompt, before the layer attends. A dropped token is
+    masked for every query but its own. rank = u, so with a small budget the least certain tokens leave; generated
+    tokens stay. Source: Attention-Gate (2410.12876), a reconstruction from its abstract.
+
+    Attributes:
+        threshold: Gate value up to which a token is dropped.
+        gate: Weights, or None: shipped with jkv for the model.
+        models: Fingerprints of the models that the weights were trained for.
     """
 
     threshold: float = 0.5
@@ -92,7 +101,7 @@ class Gated(trained_weights.Bearer, Score):
         return {"open": gate(new.x, jnp.where(new.pos >= 0, 0, -1))}
 
     def stays(self, u: Array) -> Array:
-        """bool of f32 u."""
+        """bool: whether the gate of u f32 is open."""
         return u > (log(self.threshold / (1 - self.threshold)) if self.threshold else -inf)
 
     def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array:

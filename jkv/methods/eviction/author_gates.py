@@ -1,4 +1,4 @@
-"""Scores by weights that their authors publish (KVzap, Fast KVzip, DuoAttention)."""
+"""Scores by weights that the authors publish: KVzap, Fast KVzip, DuoAttention."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from jkv.protocols import Born, Columns, Evidence, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
 
-GATE_EPS = 1e-6  # of the norms in a gate, whatever the model's
+GATE_EPS = 1e-6  # epsilon of the gate's norms, whatever the model's is
 
 
 def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple[int, ...]) -> ValueError:
-    """The error for weights of other sizes than the model's."""
+    """Error for weights whose sizes do not match the model's.
+
+    Args:
+        name: Method and names of the sizes, for the message.
+        found: Sizes of the weights.
+        own: Sizes of the model.
+    """
     return ValueError(
         f"{name}: the weights are of {list(found)}, and this {model.family} model is of {list(own)}: give those that "
         "were published for it"
@@ -35,9 +41,9 @@ def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple
 
 @value
 class Linear:
-    """out x + offset of a block's normed input, for each kv head.
+    """out x + offset of the layer's normed input x, per kv head.
 
-    out f[L,H,E], offset f[L,H]; in a layer's own score without L.
+    out f[L,H,E], offset f[L,H]. In a layer's own score the arrays have no axis L.
     """
 
     out: Array
@@ -47,7 +53,7 @@ class Linear:
 
     @property
     def width(self) -> int:
-        """Numbers of the input."""
+        """Width of the input."""
         return self.out.shape[-1]
 
     def __call__(self, x: Array) -> Array:
@@ -57,9 +63,9 @@ class Linear:
 
 @value
 class Surrogate:
-    """out gelu(into x + bias) + offset of a block's normed input, for each kv head.
+    """out gelu(into x + bias) + offset of the layer's normed input x, per kv head.
 
-    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]; in a layer's own score without L.
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]. In a layer's own score the arrays have no axis L.
     """
 
     into: Array
@@ -71,7 +77,7 @@ class Surrogate:
 
     @property
     def width(self) -> int:
-        """Numbers of the input."""
+        """Width of the input."""
         return self.into.shape[-1]
 
     def __call__(self, x: Array) -> Array:
@@ -82,15 +88,16 @@ class Surrogate:
 
 @part
 class Repeated(Trained):
-    """rank = log of the most attention that a repetition of the text would pay a token, as a surrogate model foresees.
+    """KVzap: predicted log of the most attention that a token would get if the text were repeated.
 
-    Of what the surrogate was trained to foresee: KVzap's authors (2601.07891) weigh attention by what a value adds.
+    A surrogate predicts what it was trained on: KVzap's authors (2601.07891) weigh attention by the contribution of the
+    value.
     """
 
     methods, column, kinds = ("kvzap",), "repeated", (Surrogate, Linear)
 
     def of(self, folder: str) -> Repeated:
-        """This score with the weights of a folder: of `jkv train kvzap`, or as `io.author_weights.kvzap` reads it."""
+        """Load the weights of a folder: one of `jkv train kvzap`, or one that `io.author_weights.kvzap` reads."""
         if (Path(folder).expanduser() / trained_weights.CARD).exists():
             return trained_weights.trained(folder, self)
         arrays = {name: jnp.asarray(x) for name, x in author_weights.kvzap(folder).items()}
@@ -109,11 +116,11 @@ class Repeated(Trained):
 
 @value
 class SinkGate:
-    """mean over G of 1 / (1 + sum over s of exp((sink_s . q_g - k . q_g) / sqrt(D) - shift_g)), for each kv head.
+    """mean over G of 1 / (1 + sum over s of exp((sink_s . q_g - k . q_g) / sqrt(D) - shift_g)), per kv head.
 
-    q = rms(query x + offset) and k = rms(key x), each channel times its scale, of a block's normed input x. query
-    f[L,H,G,D,E], offset f[L,H,G,D], key f[L,H,D,E], query_scale and key_scale f[L,D], sinks f[L,H,S,D], shift f[L,H,G];
-    in a layer's own score without L.
+    q = rms(query x + offset) and k = rms(key x), each channel times its scale, x the layer's normed input. query
+    f[L,H,G,D,E], offset f[L,H,G,D], key f[L,H,D,E], query_scale and key_scale f[L,D], sinks f[L,H,S,D], shift f[L,H,G].
+    In a layer's own score the arrays have no axis L.
     """
 
     query: Array
@@ -126,12 +133,12 @@ class SinkGate:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Kv heads, queries of each, and numbers of the input, of a layer's."""
+        """Kv heads, query heads per kv head, and width of the input."""
         h, g = self.shift.shape[-2:]
         return h, g, self.key.shape[-1]
 
     def __call__(self, x: Array) -> Array:
-        """f32[B,H,T], from 0 to 1, of x f[B,T,E]."""
+        """f32[B,H,T], in [0, 1], of x f[B,T,E]."""
         x = x.astype(jnp.float32)
         q = rms(self.query_scale, linear(self.query, x) + self.offset[None, None], GATE_EPS)
         k = rms(self.key_scale, linear(self.key, x), GATE_EPS)
@@ -143,9 +150,10 @@ class SinkGate:
 
 @part
 class Distilled(Score):
-    """rank = the share of attention that KVzip's repetition would pay a token at most, as a gate foresees it.
+    """Fast KVzip: predicted largest share of attention that KVzip's repetition would pay a token.
 
-    gate: of `io.author_weights.fastkvzip`, or None: there is none yet. Source: Fast KVzip (2601.17668).
+    gate: weights that `io.author_weights.fastkvzip` reads, or None before they are given. Source: Fast KVzip
+    (2601.17668).
     """
 
     gate: SinkGate | None = leaf(default=None)
@@ -156,7 +164,7 @@ class Distilled(Score):
 
     @property
     def known(self) -> SinkGate:
-        """Its gate; ValueError with what to give, where there is none."""
+        """The gate; ValueError that says what to give if it is missing."""
         if self.gate is None:
             raise ValueError(
                 "fastkvzip knows no gate yet: give gate='FILE.safetensors', made of one that its authors publish "
@@ -165,7 +173,7 @@ class Distilled(Score):
         return self.gate
 
     def of(self, file: str) -> Distilled:
-        """This score with the gate in a file of its authors."""
+        """Load the gate from a file that its authors published."""
         return Distilled(gate=SinkGate(**{name: jnp.asarray(x) for name, x in author_weights.fastkvzip(file).items()}))
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
@@ -183,9 +191,10 @@ class Distilled(Score):
 
 @part
 class Whole(Score):
-    """Some heads keep everything, the others the newest: rank = +inf, or the position.
+    """DuoAttention: retrieval heads keep everything, the others the newest tokens; rank = +inf, or the position.
 
-    heads f32[L,H]: 1 for a head that keeps everything; None: it has none yet. Source: DuoAttention (2410.10819).
+    heads f32[L,H]: 1 for a head that keeps everything, or None before they are given. Source: DuoAttention
+    (2410.10819).
     """
 
     heads: Array | None = leaf(default=None)
@@ -196,7 +205,7 @@ class Whole(Score):
 
     @property
     def known(self) -> Array:
-        """Its heads; ValueError with what to give, where there are none."""
+        """The heads; ValueError that says what to give if they are missing."""
         if self.heads is None:
             raise ValueError("duoattention knows no heads yet: give heads='FOLDER', one of its authors' attn_patterns")
         return self.heads
@@ -211,7 +220,7 @@ class Whole(Score):
 
 
 def retrieval(scores: np.ndarray, share: float) -> np.ndarray:
-    """bool[L,H]: the heads that keep everything, all but round(share L H) of those that need it least.
+    """bool[L,H]: the heads that keep everything: all but the round(share L H) with the lowest scores f[L,H].
 
     >>> retrieval(np.array([[0.9, 0.1], [0.4, 0.2]]), 0.5).tolist()
     [[True, False], [True, False]]
@@ -222,7 +231,15 @@ def retrieval(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 def read_heads(folder: str, share: float) -> tuple[Any, tuple[int, ...], int, int]:
-    """`Whole`, how many heads of each layer keep everything, sinks and newest tokens, of a published folder."""
+    """Read a folder that DuoAttention's authors published.
+
+    Args:
+        share: Share of all heads that keep only sinks and the newest tokens.
+
+    Returns:
+        The score `Whole`, the number of heads of each layer that keep everything, the number of sinks and the number of
+            newest tokens.
+    """
     scores, sinks, recent = author_weights.duoattention(folder)
     whole = retrieval(scores, share)
     return Whole(heads=jnp.asarray(whole, jnp.float32)), tuple(whole.sum(1).tolist()), sinks, recent

@@ -1,4 +1,4 @@
-"""The spread of the attention of a window of queries: over tokens, and from query to query (CAKE)."""
+"""CAKE, ARKV: scores by the mean and variance of the attention from a window of queries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jkv.protocols import Evidence, Needs, Score
 
 @part
 class Dispersed(Score):
-    """Tokens that the last n = `queries` queries look at, and some more than others: m_j + gamma v_j, averaged over G.
+    """CAKE: mean attention from the last n = `queries` queries plus its variance from query to query.
 
-    m_j = sum_i p[i,j] / n and v_j = sum_i (p[i,j] - m_j)^2 / (n - 1). A layer asks for E^(1/a) V^(1/b), (a, b) its
-    `tempers`: E = -sum p log(p + 1e-10) and V = sum v_j over its query heads and the tokens before the window. Source:
-    CAKE (2503.12491).
+    rank_j = m_j + gamma v_j, averaged over G, with m_j = sum_i p[i,j] / n and v_j = sum_i (p[i,j] - m_j)^2 / (n - 1).
+    The layer's statistic is E^(1/a) V^(1/b), (a, b) its `tempers`: E = -sum p log(p + 1e-10) and V = sum v_j over its
+    query heads and the tokens before the window. Source: CAKE (2503.12491).
     """
 
     queries: int = 32
@@ -59,7 +59,7 @@ class Dispersed(Score):
 
 @part
 class Tailed(Dispersed):
-    """As Dispersed; a layer asks for E^(1/a) V^(1/b) K^(1/c), (a, b) its `tempers` and c its `tail`: that of ARKV.
+    """ARKV: as `Dispersed`, with the layer statistic E^(1/a) V^(1/b) K^(1/c), (a, b) its `tempers` and c its `tail`.
 
     K = sum of m4 / max(m2, 1e-8)^2 over the same heads and tokens, m2 and m4 the moments of p[i,j] about m_j.
     """

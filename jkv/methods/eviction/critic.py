@@ -1,4 +1,4 @@
-"""Scores beside received attention: entropy, gradient, sums of scores (CRITIC), and a score for each phase."""
+"""CRITIC's entropy and gradient scores, and scores composed of others: sums, normalisation, one per phase."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @part
 class Entropy(Score):
-    """How widely a token looked: the mean over all heads of -sum_j p[i,j] log p[i,j] of its own row, once for all.
+    """CRITIC: the entropy of a token's own attention row, averaged over all heads and computed once.
 
-    Source: CRITIC (2504.01281).
+    -sum_j p[i,j] log p[i,j]. Source: CRITIC (2504.01281).
     """
 
     needs = Needs(new=True)
@@ -39,7 +39,7 @@ class Entropy(Score):
         assert ev.new is not None
         asked = ev.new.pos
         rows = ev.over_keys(lambda p, *_: -(p * jnp.log(jnp.maximum(p, 1e-30))).sum(-1), ev.new).mean((1, 2))
-        by_age = jnp.argsort(asked < 0, axis=1, stable=True)  # rows that paused leave gaps
+        by_age = jnp.argsort(asked < 0, axis=1, stable=True)  # rows that paused leave dead queries
         first = jnp.where(asked >= 0, asked, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
         at = ev.window.pos - first
         own = take_along(rows, take_along(by_age, jnp.clip(at, 0, asked.shape[1] - 1), 1), 1)
@@ -53,7 +53,7 @@ class Entropy(Score):
 
 @part
 class Gradient(Score):
-    """How much a key and value move the newest output away from the one before it.
+    """CRITIC: how much a token's key and value move the newest output away from the one before.
 
     For the loss mean((o - o')^2) of the last two queries' outputs, g = 2 (o - o') / Dv: sum_d |dL/dv_j| = p_j |g|_1 and
     sum_d |dL/dk_j| = p_j |g . (v_j - o)| |q|_1 scale, summed over G; o' is held fixed. Source: CRITIC (2504.01281).
@@ -66,10 +66,12 @@ class Gradient(Score):
         q, pos = ev.kept.q, ev.kept.pos
         b, h, g, n, d = q.shape
         q = jnp.where((pos >= 0)[:, None, None, :, None], q.astype(jnp.float32), 0)
+        # Attention and outputs of the last two queries.
         see = (visible(pos, ev.pos, ev.plan.window) & (pos >= 0)[:, None, :, None])[:, :, None]
         logits = ev.dot(q.reshape(b, h, g * n, d)).reshape(b, h, g, n, -1) * ev.scale
         p = jnp.where(see, jnp.exp(jnp.where(see, logits - ev.kept.lse[..., None], -jnp.inf)), 0)
         out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, -1)
+        # Gradients of the loss with respect to the values and the keys.
         both = (pos >= 0).all(1)[:, None, None, None]
         new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
         slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
@@ -80,7 +82,7 @@ class Gradient(Score):
 
 @part
 class Normalised(Wrapper):
-    """The score moved and scaled to [0, 1] over the live tokens; 0 where all are equal."""
+    """Shift and scale the score to [0, 1] over the live tokens; 0 where all are equal."""
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -94,7 +96,7 @@ class Normalised(Wrapper):
 
 @part
 class Even(Wrapper):
-    """The score over its mean: 1 on average over the live tokens."""
+    """Divide the score by its mean over the live tokens."""
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -106,7 +108,7 @@ class Even(Wrapper):
 
 @part
 class Remembered(Wrapper):
-    """The score, and for a merge the rank of each token and the length of its key: columns `worth` and `k_norm`."""
+    """Store the rank and the key norm of each token for a merge, in the columns `worth` and `k_norm`."""
 
     def birth(self, new: Born) -> Columns:
         return self.score.birth(new) | {"worth": jnp.zeros(new.k.shape[:3], jnp.float32), "k_norm": norms(new.k)}
@@ -120,19 +122,19 @@ class Remembered(Wrapper):
 
 
 class Several(Score):
-    """A score made of several: each sees its own columns, under its place's name, and the queries that it asks for.
+    """A score composed of several. Each sees its own columns, prefixed by its index, and the queries that it needs.
 
-    They choose one set of tokens for all kv heads if one of them does.
+    All kv heads keep the same tokens if one of the scores does so.
     """
 
     @property
     def parts(self) -> tuple[Score, ...]:
-        """The scores, in order."""
-        raise NotImplementedError  # its own in every one
+        """The component scores, in order."""
+        raise NotImplementedError
 
     def having(self, parts: tuple[Score, ...]) -> Score:
-        """The same, made of these."""
-        raise NotImplementedError  # its own in every one
+        """Return this score with other components."""
+        raise NotImplementedError
 
     @property
     def needs(self) -> Needs:
@@ -152,7 +154,7 @@ class Several(Score):
         return self.joined(s.birth(new) for s in self.parts)
 
     def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
-        """The earliest."""
+        """The earliest expiry of any component."""
         ends = [s.expires(named(columns, i), pos, slots) for i, s in enumerate(self.parts)]
         return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
 
@@ -160,17 +162,17 @@ class Several(Score):
         return ev.columns | self.joined(s.observe(own) for s, own in self.views(ev))
 
     def views(self, ev: Evidence) -> list[tuple[Score, Evidence]]:
-        """Each score, and what it may see."""
+        """Each component with the evidence that it may see."""
         return [(s, seen_by(s, ev, i)) for i, s in enumerate(self.parts)]
 
     @staticmethod
     def joined(columns: Iterable[Columns]) -> Columns:
-        """The columns of each, under its place's name."""
+        """Columns of all components, prefixed by their index."""
         return {f"{i}.{name}": x for i, own in enumerate(columns) for name, x in own.items()}
 
 
 def named(columns: Columns, place: int) -> Columns:
-    """Those of the score in that place, as it knows them.
+    """Columns of the component at index `place`, without the prefix.
 
     >>> named({"0.mass": 1, "1.0.mass": 2}, 1)
     {'0.mass': 2}
@@ -180,8 +182,7 @@ def named(columns: Columns, place: int) -> Columns:
 
 
 def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
-    """What one of several scores may see: its columns, here and in the lower layer, and as many queries as it asked
-    for."""
+    """Evidence as the component at index `place` sees it: its columns, here and in the lower layer, and its queries."""
 
     def own(x: Any) -> Any:
         return replace(x, columns=named(x.columns, place))
@@ -193,9 +194,9 @@ def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
 
 @part
 class Counted(Wrapper):
-    """The score, and how many tokens were merged into each: the column `merged`, of which attention takes notice.
+    """Count how many tokens were merged into each, in the column `merged`, which attention uses.
 
-    An entry of n tokens in all has the logit q . k scale + log n, as n equal keys have together.
+    An entry of n tokens in all has the logit q . k scale + log n, the logit of n equal keys together.
     """
 
     def birth(self, new: Born) -> Columns:
@@ -210,7 +211,7 @@ class Counted(Wrapper):
 
 @part
 class Plus(Several):
-    """A weighted sum of scores, and of what layers ask; what one protects is protected, what one lets go leaves."""
+    """A weighted sum of scores, and of their layer statistics. A rank of +inf or -inf in one of them is kept."""
 
     scores: tuple[Score, ...] = leaf()
     weights: tuple[float, ...]
@@ -239,9 +240,9 @@ class Plus(Several):
 
 @part
 class ByPhase(Several):
-    """One score for prompts, and another one, the `path`, for flushes while generating; both observe all queries.
+    """One score for prompts, another (`path`) for flushes while generating. Both observe all queries.
 
-    once: the first is for the first prompt alone, and the `path` for all that follows it.
+    once: the first score ranks the first prompt only, and `path` everything after it.
     """
 
     score: Score = leaf()
@@ -249,7 +250,7 @@ class ByPhase(Several):
     once: bool = False
 
     def over(self, ev: Evidence) -> bool:
-        """Whether `path` is asked."""
+        """Whether `path` ranks."""
         return bool(ev.tiers) if self.once else ev.generating
 
     @property

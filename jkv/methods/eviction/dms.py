@@ -1,4 +1,4 @@
-"""Delayed eviction: marked at birth, evicted later (DMS)."""
+"""DMS: delayed eviction of tokens that are marked at birth."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: at first a token leaves with probability sigmoid(-5)
+STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: before training a token leaves with probability sigmoid(-5)
 
 
 @value
 class Switch:
-    """a = 100 out (gain x) - 5 for each kv head, of a block's normed input x: above 0 the token *before* leaves.
+    """a = 100 out (gain x) - 5 per kv head, of the layer's normed input x: if a > 0 the *previous* token is evicted.
 
-    out f[L,H,E], gain f[L,E]; in a layer's own score without L. The adapter of DMS (2506.05345) norms the residual by
-    itself, with a gain of its own: a gain on x is the same function. layers f[L]: the share of a text that stays in a
-    layer, its mean over the texts of the training and a standard deviation more, by which layers share a budget.
+    out f[L,H,E], gain f[L,E]. In a layer's own score the arrays have no axis L. The adapter of DMS (2506.05345) norms
+    the residual itself, with its own gain; a gain on x is the same function. layers f[L]: share of a text that stays in
+    each layer, the mean over the training texts plus one standard deviation, by which layers divide a budget.
     """
 
     out: Array
@@ -41,7 +41,7 @@ class Switch:
 
 
 def start(model: ModelConfig) -> Switch:
-    """A switch that keeps everything yet.
+    """Initialize a switch that keeps everything.
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY)).out.shape
@@ -52,9 +52,9 @@ def start(model: ModelConfig) -> Switch:
 
 
 def said_by_next(said: Array, pos: Array) -> Array:
-    """f32[B,H,W]: what the token after each of pos i32[B,1 or H,W] said; -KEEP, which keeps, where there is none yet.
+    """f32[B,H,W]: what the next token said about each token at pos i32[B,1 or H,W].
 
-    Dead entries may be anywhere between.
+    -KEEP, which keeps, if the next token has not come yet. Dead entries may be anywhere in between.
     """
     order = jnp.argsort(pos < 0, axis=-1, stable=True)
     live, heads = (pos >= 0).sum(-1, keepdims=True), said.shape[1]
@@ -66,13 +66,17 @@ def said_by_next(said: Array, pos: Array) -> Array:
 
 @part
 class Delayed(trained_weights.Bearer, Score):
-    """DMS: tokens that are marked at birth leave once they are more than `window` tokens old; the others stay.
+    """DMS: tokens marked at birth leave once they are more than `window` tokens old; the others stay.
 
-    What is said at a token marks the one before it (the column `said`; `mark` is what was said of a token), so the
-    newest has no mark yet. rank = -mark, +inf within the window: where a budget is too small, the
-    least certain of the unmarked leave. A query of a prompt sees what it would have seen token by
-    token; in its chunks and while generating, marked tokens live until the next flush. gate: its weights, or None:
-    those that come with jkv for the model. Source: 2506.05345, the adapter form.
+    The next token marks a token (column `said`: what a token says about the one before it; `mark`: what was said about
+    a token), so the newest token has no mark yet. rank = -mark, and +inf within the window: with a small budget the
+    least certain of the unmarked tokens leave. A prompt's query sees what it would have seen token by token; in prompt
+    chunks and while generating, marked tokens live until the next flush. Source: DMS (2506.05345), the adapter form.
+
+    Attributes:
+        window: Tokens of delay.
+        gate: Weights, or None: shipped with jkv for the model.
+        models: Fingerprints of the models that the weights were trained for.
     """
 
     window: int = 128
@@ -88,7 +92,7 @@ class Delayed(trained_weights.Bearer, Score):
 
     @staticmethod
     def marks(columns: Columns, pos: Array, slots: int) -> Array:
-        """f32[B,H,S]: what was said of each token: of those in a window, by the next one there."""
+        """f32[B,H,S]: the mark of each token; for tokens of a window it is read from the next token there."""
         own = said_by_next(columns["said"][:, :, slots:], pos[:, :, slots:])
         return jnp.concatenate([columns["mark"][:, :, :slots], own], -1)
 

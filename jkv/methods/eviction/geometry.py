@@ -1,4 +1,4 @@
-"""Scores of how keys and values lie among each other: in blocks (LagKV, CurDKV) and in a prompt (Compactor)."""
+"""Scores of key and value geometry: within blocks (LagKV, CurDKV) and within a prompt (Compactor)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = jnp.iinfo(jnp.int32).max
 
 
 def passing(ev: Evidence) -> Array:
-    """Positions i32[B,W] of the window, without its sinks once the tokens behind them have left it: -1."""
+    """Positions i32[B,W] of the window; -1 for its sinks once the tokens after them have left it."""
     pos, n = ev.window.pos, ev.plan.sinks
     if not (ev.tiers and n):
         return pos
@@ -25,10 +25,13 @@ def passing(ev: Evidence) -> Array:
 
 
 def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:
-    """Blocks of `width` tokens, counted from position `first`, that begin among entries at pos i32[B,W], -1 dead.
+    """Cut entries at pos i32[B,W] (-1 dead) into blocks of `width` tokens, counted from position `first`.
 
-    Their entries i32[B,n,width]; which of these are there bool[B,n,width]; and the place i32[B,W] of every entry in the
-    n width places, or less than 0, or n width and more, for none.
+    Only blocks that begin among the entries are returned.
+
+    Returns:
+        Entries i32[B,n,width] of each block; which of them exist, bool[B,n,width]; and the place i32[B,W] of every
+            entry among the n width places, negative or >= n width for none.
 
     >>> index, there, place = blocked(jnp.array([[-1, 3, 4, 5, 6, 7]]), 2, 0)
     >>> index[0].tolist(), there[0].all(1).tolist(), place[0].tolist()
@@ -48,7 +51,7 @@ def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:
 
 
 def told(ev: Evidence, name: str, x: Array, known: Array, place: Array) -> Columns:
-    """The columns; `name` of window entries is what x f32[B,H,m] says at their place, where that is known bool[B,m]."""
+    """Set the column `name` of window entries to x f32[B,H,m] at their place, where known bool[B,m]."""
     old, m = ev.columns[name], x.shape[2]
     at = jnp.clip(place, 0, m - 1)
     mine = (place >= 0) & (place < m) & take_along(known, at, 1)
@@ -58,12 +61,12 @@ def told(ev: Evidence, name: str, x: Array, known: Array, place: Array) -> Colum
 
 @part
 class Lagged(Score):
-    """Tokens that stand out against the block that follows theirs, by their place in their own block.
+    """LagKV: tokens that stand out against the next block of tokens, as a rank within their own block.
 
-    Of blocks of n = `lag` tokens after the first `sinks`, lo and hi the least and the most of each channel in the next
-    block: s = softmax over the block of std_d((x_d - lo_d) / (hi_d - lo_d)), for rotated keys and for values; rank =
-    place of the mean of both in the block, / n. A token is told it once, when the next block is complete, and waits in
-    the recent window until then. Source: LagKV (2504.04704).
+    Blocks have n = `lag` tokens and start after the first `sinks`. lo and hi are the minimum and maximum of each
+    channel in the next block: s = softmax over the block of std_d((x_d - lo_d) / (hi_d - lo_d)), for rotated keys and
+    for values; rank = place of the mean of both in the block, / n. It is computed once, when the next block is
+    complete; until then a token waits in the recent window. Source: LagKV (2504.04704).
     """
 
     lag: int = 128
@@ -89,7 +92,7 @@ class Lagged(Score):
         return told(ev, "place", ranks, known, place)
 
     def _apart(self, x: Array, n: int) -> Array:
-        """f32[B,H,n-1,lag] of blocks f[B,H,n lag,D]."""
+        """s f32[B,H,n-1,lag] of blocks f[B,H,n lag,D]."""
         x = x.reshape(*x.shape[:2], n, self.lag, x.shape[-1]).astype(jnp.float32)
         low, high = x[:, :, 1:].min(3, keepdims=True), x[:, :, 1:].max(3, keepdims=True)
         moved = (x[:, :, :-1] - low) / jnp.maximum(high - low, 1e-12)
@@ -101,10 +104,10 @@ class Lagged(Score):
 
 @part
 class LocalLeverage(Score):
-    """Long keys with long values, beside their neighbours: rank_j = |k_j|^2 / sum |k|^2 * |v_j|^2 / sum |v|^2.
+    """CurDKV: long keys and values within a block, rank_j = |k_j|^2 / sum |k|^2 * |v_j|^2 / sum |v|^2.
 
-    Sums are over the block of `width` tokens that j is in, when it is complete. Squared lengths stand for leverage
-    scores, whose sum over a block is its rank. Source: CurDKV (2509.15038), its code without the random projection.
+    Sums are over j's block of `width` tokens, once it is complete. Squared lengths stand for leverage scores, whose sum
+    over a block is its rank. Source: CurDKV (2509.15038), its code without the random projection.
     """
 
     width: int = 16
@@ -131,16 +134,16 @@ class LocalLeverage(Score):
 
 
 def middle(ev: Evidence, sinks: int) -> Array:
-    """bool[B,H,W]: entries of the window that may go, but for the first `sinks` tokens."""
+    """bool[B,H,W]: window entries that may be evicted, except the first `sinks` tokens."""
     pos = ev.window.pos[:, None]
     return ev.may_go[:, :, ev.slots :] & (pos >= sinks)
 
 
 @part
 class Leverage(Score):
-    """Keys of a prompt that the others do not span: rank_j = x_j' (sum x x' + 0.01)^-1 x_j, x = k - mean k.
+    """Compactor: leverage of a prompt's keys, rank_j = x_j' (sum x x' + 0.01)^-1 x_j, x = k - mean k.
 
-    Keys are un-rotated, of tokens that may go but for the first `sinks`. What follows the prompt is told 0. Source:
+    Keys are un-rotated, of the evictable tokens after the first `sinks`. Tokens after the prompt get 0. Source:
     Compactor (2507.08143), which projects keys to fewer random channels first.
     """
 
@@ -168,10 +171,10 @@ class Leverage(Score):
 
 @part
 class NearMass(Score):
-    """Attention of a prompt's tokens to those near them, before and after: rank_j = |v_j| mean over G of sum_i p[i,j].
+    """Compactor: non-causal attention among a prompt's neighbours, rank_j = |v_j| mean over G of sum_i p[i,j].
 
-    p[i,j] = softmax_j(q_i . k_j) over the block of `width` tokens that i and j are in, logits not scaled; blocks are
-    counted from position `sinks`, and hold what may go. What follows the prompt is told 0. Source: Compactor
+    p[i,j] = softmax_j(q_i . k_j) over the block of `width` tokens that contains i and j, with unscaled logits. Blocks
+    are counted from position `sinks` and hold evictable tokens. Tokens after the prompt get 0. Source: Compactor
     (2507.08143), its code.
     """
 
@@ -187,12 +190,14 @@ class NearMass(Score):
         if ev.tiers:
             return ev.columns
         assert ev.new is not None
+        # Blocks of keys and of queries, and the keys that take part.
         keys, there, place = blocked(passing(ev), self.width, self.sinks)
         asks, asked, _ = blocked(ev.new.pos, self.width, self.sinks)
         b, new = keys.shape[0], ev.new
         n = min(keys.shape[1], asks.shape[1])
         use = take(middle(ev, self.sinks), keys.reshape(b, 1, -1))[:, 0].reshape(there.shape) & there
 
+        # Non-causal attention within each block, one block at a time.
         def block(c: tuple[Array, ...]) -> Array:
             own, live, other, there = c
             k = take(ev.window.k, own[:, None]).astype(jnp.float32)
@@ -213,7 +218,7 @@ class NearMass(Score):
 
 @part
 class Standard(Wrapper):
-    """(rank - mean) / deviation over the tokens of all heads of a row that may go and have a rank."""
+    """Standardise the score, (rank - mean) / deviation, over the evictable tokens of all heads of a row."""
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)

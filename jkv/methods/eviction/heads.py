@@ -1,4 +1,4 @@
-"""Scores by calibrated heads: some choose for a layer (CompressKV), some keep all (RazorAttention)."""
+"""Scores by calibrated heads: CompressKV's and RazorAttention's retrieval heads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from jkv.protocols import Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import Params
 
-CHOICE, SPLIT = "compresskv", "razorattention"  # whose folders they are
-# The arrays of each, and their axes: what query heads find and layers lose; what kv heads repeat.
+CHOICE, SPLIT = "compresskv", "razorattention"  # methods of the calibration folders
+# Arrays of each folder: CompressKV's scores of query heads and layers; RazorAttention's scores of kv heads.
 ARRAYS = {CHOICE: {"heads": "LHG", "layers": "L"}, SPLIT: {"echo": "LH", "induction": "LH"}}
 
 
 def found(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Arrays f32 and the model's fingerprints in a folder that `jkv calibrate` wrote; FormatError if it has others."""
+    """Read the arrays f32 and the model fingerprints of a folder.
+
+    Raises:
+        FormatError: `jkv calibrate` did not write the folder for this method.
+    """
     arrays, card = trained_weights.read(folder, method)
     if not trained_weights.fit(arrays, ARRAYS[method]):
         raise trained_weights.unlike(folder, arrays, method)
@@ -33,7 +37,15 @@ def found(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, .
 
 
 def retrieval(folder: str, induction: float, echo: float) -> tuple[np.ndarray, tuple[str, ...]]:
-    """bool[L,H]: the kv heads that keep everything, those shares of all heads, the best; and fingerprints."""
+    """Read RazorAttention's heads that keep everything.
+
+    Args:
+        induction: Share of all heads that are kept because they score highest as induction heads.
+        echo: Share of all heads that are kept because they score highest as echo heads.
+
+    Returns:
+        bool[L,H] of the kv heads, and the model fingerprints.
+    """
     arrays, models = found(folder, SPLIT)
 
     def best(x: np.ndarray, share: float) -> np.ndarray:
@@ -46,10 +58,16 @@ def retrieval(folder: str, induction: float, echo: float) -> tuple[np.ndarray, t
 
 @part
 class Retrievers(Score):
-    """The layer's `top` best retrieval heads choose for all: s_j = sum_i mean over them of p[i,j], one set of tokens.
+    """CompressKV: attention of the layer's `top` best retrieval heads, s_j = sum_i mean over these heads of p[i,j].
 
-    i are the last `queries` queries. heads f32[L,H,G]: how much each query head looks at what an answer copies, or
-    None: those that come with jkv for the model. Source: CompressKV (2508.02401).
+    All kv heads keep the same tokens. Source: CompressKV (2508.02401).
+
+    Attributes:
+        queries: Number of newest queries i.
+        top: Query heads that choose.
+        heads: f32[L,H,G], how much each query head attends to the tokens that an answer copies, or None: shipped with
+            jkv for the model.
+        models: Fingerprints of the models that `heads` were calibrated for.
     """
 
     queries: int = 8
@@ -64,6 +82,7 @@ class Retrievers(Score):
         return Needs(queries=self.queries)
 
     def of(self, folder: str) -> Retrievers:
+        """Load the calibrated heads of a folder."""
         arrays, models = found(folder, CHOICE)
         return replace(self, heads=jnp.asarray(arrays["heads"]), models=models)
 
@@ -84,16 +103,17 @@ class Retrievers(Score):
 
 @part
 class Lasting(Wrapper):
-    """A rank of at most 0 that falls with age, the more slowly the more a kv head retrieves: (1 - a) rank.
+    """Slow the decay of a rank <= 0 with age in kv heads that retrieve: (1 - a) rank.
 
-    a in [0, 1] is what the best of a kv head's G query heads pays to what an answer copies, 1 for the best of all.
-    heads f32[L,H,G]: those tables, or None: those that come with jkv for the model, of `jkv calibrate compresskv`.
+    a in [0, 1] is how much the best of a kv head's G query heads attends to what an answer copies, 1 for the best head
+    of all. heads f32[L,H,G]: these scores, of `jkv calibrate compresskv`, or None: shipped with jkv for the model.
     """
 
     heads: Array | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
     def of(self, folder: str) -> Lasting:
+        """Load the calibrated heads of a folder."""
         arrays, models = found(folder, CHOICE)
         return replace(self, heads=jnp.asarray(arrays["heads"]), models=models)
 
@@ -110,17 +130,17 @@ class Lasting(Wrapper):
                 f"retrieval knows no heads yet: give heads='FOLDER', as `jkv calibrate {CHOICE}` writes it"
             )
         rank, share = self.score.rank(ev), 1 - self.heads.max(-1)
-        if self.uniform:  # one choice for all heads, by their mean
+        if self.uniform:  # all heads keep the same tokens: use their mean
             share = share.mean(keepdims=True)
         return jnp.where(jnp.isfinite(rank), share[None, :, None] * rank, rank)
 
 
 @part
 class Keepers(Score):
-    """Some heads keep everything, the others the newest: rank = +inf, or the position.
+    """RazorAttention: some heads keep everything, the others the newest tokens; rank = +inf, or the position.
 
-    heads f32[L,H]: 1 for a head that keeps everything, the shares `induction` and `echo` of all heads; None: those
-    that come with jkv for the model. Source: RazorAttention (2407.15891).
+    heads f32[L,H]: 1 for a head that keeps everything, the shares `induction` and `echo` of all heads; None: shipped
+    with jkv for the model. Source: RazorAttention (2407.15891).
     """
 
     induction: float = 0.14
@@ -129,6 +149,7 @@ class Keepers(Score):
     models: tuple[str, ...] = ()
 
     def of(self, folder: str) -> Keepers:
+        """Load the calibrated heads of a folder."""
         heads, models = retrieval(folder, self.induction, self.echo)
         return replace(self, heads=jnp.asarray(heads, jnp.float32), models=models)
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def norms(x: Array) -> Array:
-    """f32[...]: length of the last axis."""
+    """f32[...]: Euclidean norm over the last axis."""
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
 
 @part
 class KeyNorm(Score):
-    """Short keys draw attention: rank = -|k|. Rotation does not change a norm. Source: 2406.11430."""
+    """L2 norm: rank = -|k|, as short keys draw attention; rotation does not change a norm. Source: 2406.11430."""
 
     def birth(self, new: Born) -> Columns:
         return {"k_norm": norms(new.k)}
@@ -33,9 +33,9 @@ class KeyNorm(Score):
 
 @part
 class KeyOutlier(Score):
-    """Keys unlike the rest stay: rank = -cos(k, a), a = mean of the unit keys of all live tokens.
+    """KeyDiff: keep keys unlike the rest, rank = -cos(k, a), a the mean of the unit keys of all live tokens.
 
-    Keys are the rotated ones. Source: KeyDiff (2504.15364).
+    Keys are rotated. Source: KeyDiff (2504.15364).
     """
 
     def birth(self, new: Born) -> Columns:
@@ -43,17 +43,18 @@ class KeyOutlier(Score):
 
     def rank(self, ev: Evidence) -> Array:
         inverse = 1 / jnp.maximum(ev.columns["k_norm"], 1e-12)
-        anchor = ev.mix(jnp.where(ev.live, inverse, 0)[:, :, None], "k")  # cosine does not see the count
+        # Dividing by the count would not change a cosine.
+        anchor = ev.mix(jnp.where(ev.live, inverse, 0)[:, :, None], "k")
         anchor = anchor / jnp.maximum(norms(anchor), 1e-12)[..., None]
         return -ev.dot(anchor)[:, :, 0] * inverse
 
 
 @part
 class UnitOutlier(Score):
-    """Units of neighbours for which their mean stands least: rank = -cos(k, mean) of the worst key, of all kv heads.
+    """ShadowKV: units of neighbouring tokens that their mean key represents worst.
 
-    Units are cut from the oldest token behind the sinks; what a tier holds already stays. Source: ShadowKV
-    (2410.21465), where each kv head has units of its own.
+    rank = -cos(k, mean) of the unit's worst key over all kv heads. Units are cut from the oldest token after the sinks;
+    what a tier already holds stays. Source: ShadowKV (2410.21465), where each kv head has its own units.
     """
 
     unit: int = 8
@@ -74,10 +75,10 @@ class UnitOutlier(Score):
 
 @part
 class Expected(Score):
-    """Attention that future queries are expected to pay, times the length of the value.
+    """Expected Attention: the attention that future queries are expected to pay, times the norm of the value.
 
-    z_j = mu . k_j / sqrt(D) + k_j' S k_j / 2D, mu and S the mean and covariance of un-rotated queries turned to the
-    mean rotation of the next `future` positions; score = mean over G of softmax_j(z) times |v_j|. A prompt's
+    z_j = mu . k_j / sqrt(D) + k_j' S k_j / 2D, mu and S the mean and covariance of un-rotated queries, turned to the
+    mean rotation of the next `future` positions; score = mean over G of softmax_j(z) times |v_j|. For a prompt the
     statistics are of all its queries after the first `sinks`; while generating, of the last `queries`. Source:
     ExpectedAttention, as re-implemented in the field's reference library.
     """
@@ -96,6 +97,7 @@ class Expected(Score):
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         asked = ev.kept if ev.new is None or ev.new.pos.shape[1] <= ev.kept.pos.shape[1] else ev.new
+        # Mean and covariance of the un-rotated queries.
         b, h, g, n, d = asked.q.shape
         use = (asked.pos >= self.sinks).astype(jnp.float32)
         count = jnp.maximum(use.sum(-1), 1)[:, None, None, None]
@@ -104,14 +106,15 @@ class Expected(Score):
         mu = jnp.einsum("bhgnd,bn->bhgd", q, use) / count
         off = (q - mu[..., None, :]) * use[:, None, None, :, None]
         cov = jnp.einsum("bhgnd,bhgne->bhgde", off, off) / count[..., None]
-        # k' R S R' k = |A' R' k|^2 with S = A A': rotate the D columns of A as if they were queries
+        # k' R S R' k = |A' R' k|^2 with S = A A': rotate the D columns of A as if they were queries..
         values, vectors = jnp.linalg.eigh(cov)
         root = jnp.swapaxes(vectors * jnp.sqrt(jnp.maximum(values, 0))[..., None, :], -1, -2)
         turn = turning(ev.rope, ev.seen, range(self.future))
         ask = jnp.concatenate([turn(mu[..., None, :]), turn(root)], -2).reshape(b, h, g * (1 + d), d)
         dots = ev.dot(ask).reshape(b, h, g, 1 + d, -1)
-        scale = float(ev.scale)  # without its cap, if it has one: the mean of exp of capped logits has no closed form
+        scale = float(ev.scale)  # without a logit cap, because the mean of exp of capped logits has no closed form
         z = dots[..., 0, :] * scale + jnp.square(dots[..., 1:, :]).sum(-2) * scale**2 / 2
+        # Softmax over the tokens after the sinks.
         ranked = (ev.live & (ev.pos >= self.sinks))[:, :, None]
         z = jnp.where(ranked, z, -jnp.inf)
         p = jnp.exp(z - jnp.maximum(z.max(-1, keepdims=True), -1e30))
@@ -120,8 +123,9 @@ class Expected(Score):
 
 
 def turning(rope: Rope, seen: Array, offsets: Sequence[int]) -> Callable[[Array], Array]:
-    """A function of x f32[B,H,G,N,D]: the mean of its rotations to positions seen + offset, of seen i32[B]."""
-    cos, sin = (t[:, None, None, None] for t in rope.ahead(seen - 1, [1 + n for n in offsets]))  # the last has a table
+    """Return a function of x f32[B,H,G,N,D]: the mean of its rotations to positions seen + offset, seen i32[B]."""
+    # The last position seen has a table.
+    cos, sin = (t[:, None, None, None] for t in rope.ahead(seen - 1, [1 + n for n in offsets]))
     half = len(rope.inv_freq)
 
     def turn(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Scores by rank among the kept tokens, from layer to layer or in a contest."""
+"""LaCache and TreeKV: eviction patterns over tokens by age."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def aged(ev: Evidence, sinks: int, heads: int) -> tuple[Array, Array, Array, Array]:
-    """By age: indices i32[B,Hs,S] and who of them may go bool[B,Hs,S], sinks left out; then how many more tokens may
-    go than may stay, and how many of those that may stay are no sinks, i32[B,1,1]."""
+    """Sort the evictable tokens by age, without the sinks.
+
+    Returns:
+        Indices i32[B,Hs,S] by age; bool[B,Hs,S], which of these tokens are evictable; and, both i32[B,1,1], the excess
+            of evictable tokens over the limit and the slots that remain for tokens other than sinks.
+    """
     pos, goes = ev.pos[:, :heads], (ev.may_go & ev.live)[:, :heads]
     if ev.plan.window is not None:
         goes = goes & (pos > ev.seen[:, None, None] - ev.plan.window)
@@ -35,14 +39,18 @@ def aged(ev: Evidence, sinks: int, heads: int) -> tuple[Array, Array, Array, Arr
 
 @part
 class Ladder(Score):
-    """Blocks of neighbours lose the same number of tokens in every layer, but not the same tokens.
+    """LaCache: blocks of neighbours lose the same number of tokens in every layer, but different tokens.
 
-    From a cursor on, blocks of b = 1 + ceil((L - span) / (span - overlap)) tokens keep the
-    a = min(ceil(span / (span - overlap)), b) that begin at place layer mod (b - a + 1), until the budget holds. The
-    newest L tokens (half of the budget at most) stay. What remains over at their border starts again behind the sinks;
-    where m rounds are needed at once, a block has b + (m - 1)(b - 1) tokens and the kept ones are m apart. `round` is
-    the round that a token has survived, -1 what a block has given up and the budget still holds. Source: LaCache
-    (2507.14204), whose budget floats by up to (b - a) / 2 where this one is exact.
+    From a cursor on, each block of b = 1 + ceil((L - span) / (span - overlap)) tokens, L the number of layers, keeps
+    the a = min(ceil(span / (span - overlap)), b) tokens that begin at place layer mod (b - a + 1), until the budget
+    holds. The newest L tokens (half of the budget at most) stay. An excess that remains when the cursor reaches them is
+    taken from the sinks onward again; where m rounds are needed at once, a block has b + (m - 1)(b - 1) tokens and the
+    kept ones are m apart.
+
+    Column `round`: the round that a token has survived; -1 for tokens that a block has given up and the budget still
+    holds.
+
+    Source: LaCache (2507.14204), whose budget floats by up to (b - a) / 2 where this one is exact.
     """
 
     span: int | None = None
@@ -74,6 +82,7 @@ class Ladder(Score):
         return {"round": jnp.zeros(new.k.shape[:3], jnp.float32)}
 
     def observe(self, ev: Evidence) -> Columns:
+        # Tokens by age, the excess, and the newest tokens that stay.
         size, keep = self.block
         old = ev.columns["round"]
         order, alive, over, room = aged(ev, self.sinks, 1)
@@ -82,10 +91,12 @@ class Ladder(Score):
         staying = (ev.live & ~ev.may_go)[:, :1].sum(-1, keepdims=True)
         reserve = jnp.minimum(self.layers, (room + staying) // 2)
         room = jnp.maximum(room - jnp.maximum(reserve - staying, 0), 0)
+        # Continue the current round at the cursor.
         turn = jnp.maximum(was.max(-1, keepdims=True), 1)
         cursor = (alive & (was == turn)).sum(-1, keepdims=True)
         blocks = jnp.minimum(-(-over // (size - keep)), jnp.maximum(room - cursor, 0) // keep)
         now = self._compact(alive, was, cursor, blocks, jnp.int32(size), jnp.int32(1), keep, turn)
+        # Take the remaining excess in one more pass from the sinks on, of several rounds at once if needed.
         over = jnp.maximum(over - blocks * (size - keep), 0)
         times = jnp.maximum(-(-over // jnp.maximum(room // keep * (size - keep), 1)), 1)
         large = size + (times - 1) * (size - 1)
@@ -98,7 +109,7 @@ class Ladder(Score):
     def _compact(
         self, alive: Array, rounds: Array, start: Array, blocks: Array, size: Array, gap: Array, keep: int, turn: Array
     ) -> Array:
-        """f32[B,1,S] rounds by age after blocks of `size` from place `start` have kept `keep` tokens each."""
+        """f32[B,1,S]: rounds by age after blocks of `size`, from place `start` on, have kept `keep` tokens each."""
         alive = alive & (rounds >= 0)
         place = jnp.cumsum(alive, -1) - 1 - start
         inside = alive & (place >= 0) & (place < blocks * size)
@@ -112,12 +123,13 @@ class Ladder(Score):
 
 @part
 class Contest(Wrapper):
-    """A cursor walks over the older tokens; of each pair that it meets the lower in rank leaves, the older of equals.
+    """TreeKV: neighbours compete at a cursor that cycles over the older tokens; the lower rank of each pair leaves.
 
-    Kept are `sinks`, a tree of c = floor(share budget) tokens and the newest. For every token too many the tree's
-    places i and i + 1 compete, then i <- i mod c + 1: the survivors thin out towards the past as a binary tree. Pairs
-    of one walk are disjoint, so a walk is one comparison of neighbours; ranks are those of the flush. The cursor is
-    the number of tokens evicted so far, mod c. Source: TreeKV (2501.04987), from notes of the paper.
+    Of equal ranks the older leaves. Kept are `sinks`, a tree of c = floor(share budget) tokens and the newest. For
+    every token of excess the tree's places i and i + 1 compete, then i <- i mod c + 1: survivors thin out towards the
+    past as in a binary tree. Pairs of one pass are disjoint, so a pass is one comparison of neighbours; ranks are
+    computed once per flush. The cursor is the number of tokens evicted so far, mod c. Source: TreeKV (2501.04987), from
+    notes of the paper.
     """
 
     sinks: int = 4
@@ -138,7 +150,7 @@ class Contest(Wrapper):
             at = jnp.arange(total)[None, None] - cursor
             left, right = jnp.roll(value, 1, -1), jnp.roll(value, -1, -1)
             loses = (at >= 0) & (at < 2 * pairs) & jnp.where(at % 2 == 0, value <= right, value < left)
-            rest = jnp.argsort(loses, axis=-1, stable=True)  # the losers go to the end
+            rest = jnp.argsort(loses, axis=-1, stable=True)  # move the losers to the end
             places, value = (take_along(x, rest, -1) for x in (places, value))
             return places, value, (cursor + pairs) % tree, over - pairs
 

@@ -1,4 +1,4 @@
-"""Scores of position, and the wrappers that work on any score."""
+"""Scores by position, and wrappers of any score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @part
 class Newest(Score):
-    """The newest stay: rank = position."""
+    """Keep the newest tokens: rank = position."""
 
     uniform = True
 
@@ -29,7 +29,7 @@ class Newest(Score):
 
 @part
 class Oldest(Score):
-    """The oldest stay, and the newest `newest` of those that are there: rank = -position. What was just given stays."""
+    """Keep the oldest tokens: rank = -position, and +inf for the newest `newest` tokens and for text just given."""
 
     newest: int = 25
 
@@ -45,15 +45,15 @@ class Oldest(Score):
 
 
 def given(new: Born) -> Columns:
-    """The column `given`: 1 for what was given, in whatever turn, 0 for what was generated."""
+    """The column `given`: 1 for prompt tokens of any turn, 0 for generated tokens."""
     return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
 
 
 @part
 class Wrapper(Score):
-    """A score made of another one: all that this declares and does is its own, but for the rank.
+    """Base of scores that wrap another one; everything but the rank is delegated to it.
 
-    A wrapper that mixes the ranks of several tokens leaves out those that are protected or leave.
+    A wrapper that combines the ranks of several tokens leaves out the ranks +inf (protected) and -inf.
     """
 
     score: Score = leaf()
@@ -86,7 +86,7 @@ class Wrapper(Score):
 
 
 def across(rank: Array) -> Array:
-    """f32[B,1,S]: the mean over heads f32[B,H,S]; one head that protects protects, and what all let go leaves.
+    """f32[B,1,S]: mean rank over heads f32[B,H,S]. +inf in one head protects; -inf needs all heads.
 
     >>> across(jnp.array([[[1.0, 1.0, -jnp.inf]], [[3.0, jnp.inf, -jnp.inf]]]).reshape(1, 2, 3)).tolist()
     [[[2.0, inf, -inf]]]
@@ -102,11 +102,15 @@ def across(rank: Array) -> Array:
 
 @part
 class Protect(Wrapper):
-    """The first `sinks` tokens and the newest are never evicted; the rest is ranked by `score`.
+    """Never evict the first `sinks` tokens and the newest; rank the rest by `score`.
 
-    The newest are `newest` tokens, at a prompt of less than `short` tokens at most a `portion` of the text, and a
-    `share` of what the row may hold, in all no more than it may hold; `prompt`: nor are tokens that were given, in
-    this turn or an earlier one, which the column `given` tells.
+    Attributes:
+        newest: Newest tokens to protect.
+        portion: Share of the text that bounds `newest` for prompts of less than `short` tokens.
+        short: Prompt length below which `portion` applies; 0: never.
+        share: Newest tokens to protect in addition, as a share of what the row may hold. In all no more are protected
+            than it may hold.
+        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column `given`.
     """
 
     sinks: int = 0
@@ -139,7 +143,7 @@ class Protect(Wrapper):
 
 @part
 class Pool(Wrapper):
-    """Neighbours in time share their ranks: a sliding mean or maximum of odd width over the tokens that may go.
+    """SnapKV's pooling: a sliding mean ("avg") or maximum of odd `width` over the evictable tokens by age.
 
     The mean divides by `width` at the borders too, as the reference implementations do. Source: SnapKV (2404.14469).
     """

@@ -14,7 +14,7 @@ from jkv.protocols import PROBED, Born, Columns, Evidence, Needs, Score
 
 @part
 class Probed(Score):
-    """rank_j = what the probe of the prefill found out about token j, f32; 0 for a token that is generated."""
+    """rank_j = the probe's column of token j, f32; 0 for generated tokens."""
 
     def birth(self, new: Born) -> Columns:
         return {PROBED: jnp.zeros(new.k.shape[:3], jnp.float32)}
@@ -25,7 +25,7 @@ class Probed(Score):
 
 @part
 class LateOrProbed(Probed):
-    """The larger of what the probe found out and the most that a token gets from the last `queries` queries.
+    """SpecKV: the larger of the probe's column and a token's highest attention from the last `queries` queries.
 
     rank_j = max(probed_j, max over i and G of p[i,j]). Source: SpecKV (2506.08373).
     """
@@ -41,7 +41,7 @@ class LateOrProbed(Probed):
         return jnp.maximum(ev.columns[PROBED], most(ev, ev.kept))
 
     def statistic(self, ev: Evidence) -> Array:
-        """f32[B,S]: the rank, where the i-th of the last n queries counts i / (n - 1), of the head that looks most.
+        """f32[B,S]: the rank, largest over heads, where the i-th of the last n queries counts i / (n - 1).
 
         Source: SpecPC (2506.08373).
         """

@@ -1,4 +1,4 @@
-"""Scores by what a model's queries are like, as `jkv calibrate queries` found it (Q-Filters, TriAttention)."""
+"""Q-Filters, TriAttention: scores by the calibrated queries of a model (`jkv calibrate queries`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 METHOD = "queries"
-OFFSETS = tuple(2**i for i in range(17))  # positions from here to queries to come: 1, 2, 4, ..., 65536
+OFFSETS = tuple(2**i for i in range(17))  # distances to future queries: 1, 2, 4, ..., 65536
 
 
 @value
 class Typical:
-    """Statistics of texts: mean f[L,H,G,D] of un-rotated queries; length f[L,H,G,R], of their R pairs that turn.
+    """Statistics of a model's queries and keys on calibration texts.
 
-    square, keys f[L,H,D]: mean squares of rotated queries and of rotated keys; filter f[L,H,D]: the mean over G of the
-    direction that most of a head's rotated queries have, the first right singular vector, of the sign of the majority.
+    Attributes:
+        mean: f[L,H,G,D], mean of un-rotated queries.
+        length: f[L,H,G,R], mean lengths of their R pairs of channels that rotate together.
+        square: f[L,H,D], mean squares of rotated queries.
+        filter: f[L,H,D], mean over G of the dominant direction of a head's rotated queries: the first right singular
+            vector, with the sign of the majority.
+        keys: f[L,H,D], mean squares of rotated keys.
     """
 
     mean: Array
@@ -39,7 +44,11 @@ class Typical:
 
     @classmethod
     def read(cls, folder: str) -> tuple[Typical, tuple[str, ...]]:
-        """With the fingerprints of the model; FormatError for what `jkv calibrate queries` did not write."""
+        """Read the statistics and the model fingerprints of a folder.
+
+        Raises:
+            FormatError: `jkv calibrate queries` did not write the folder.
+        """
         arrays, card = trained_weights.read(folder, METHOD)
         if not trained_weights.fit(arrays, cls.axes):
             raise trained_weights.unlike(folder, arrays, METHOD)
@@ -47,19 +56,19 @@ class Typical:
 
 
 def given(folder: str, own: Any) -> Any:
-    """What is made of typical queries, with those of a folder."""
+    """Load the calibrated queries of a folder into `own`."""
     return own.of(folder)
 
 
 @part
 class Queried(Score):
-    """A score of keys by typical queries, or None: those that come with jkv for the model."""
+    """Base of scores by calibrated queries; None: shipped with jkv for the model."""
 
     typical: Typical | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
     def of(self, folder: str) -> Self:
-        """This score with what a folder says."""
+        """Load the calibrated queries of a folder."""
         typical, models = Typical.read(folder)
         return replace(self, typical=typical, models=models)
 
@@ -71,7 +80,7 @@ class Queried(Score):
 
     @property
     def known(self) -> Typical:
-        """Those queries; ValueError with the command that finds them, where there are none."""
+        """The calibrated queries; ValueError with the command that makes them if there are none."""
         if self.typical is None:
             raise ValueError(
                 f"this score knows no queries yet: give queries='FOLDER', as `jkv calibrate {METHOD}` writes it"
@@ -81,7 +90,7 @@ class Queried(Score):
 
 @part
 class Filtered(Queried):
-    """Keys along the direction that most queries have: rank = filter . k, k rotated. Source: Q-Filters (2503.02812)."""
+    """Q-Filters: rank = filter . k, k rotated, filter the dominant direction of the queries. Source: 2503.02812."""
 
     def birth(self, new: Born) -> Columns:
         return {"along": jnp.einsum("bhtd,hd->bht", new.k.astype(jnp.float32), self.known.filter)}
@@ -92,11 +101,13 @@ class Filtered(Queried):
 
 @part
 class Phased(Queried):
-    """What mean queries to come pay to a key, and as much as their spread may add: rank = max over G of z(s).
+    """TriAttention: logits of the mean future queries plus a bound on what the queries' spread adds.
 
-    s = mean over d of q(n + d) . k + sum_r (E|q_r| - |E q_r|) |k_r|, where q(n + d) is the mean query rotated to d =
-    1, 2, 4, ..., 65536 positions after the n seen and r are the pairs that turn; z = (s - mean) / deviation over what
-    may go, head by head. Source: TriAttention (2604.04921), its code.
+    rank = max over G of z(s).
+
+    s = mean over d of q(n + d) . k + sum_r (E|q_r| - |E q_r|) |k_r|, where q(n + d) is the mean query rotated to d = 1,
+    2, 4, ..., 65536 positions after the n seen tokens and r are the pairs of channels that rotate together; z = (s -
+    mean) / deviation over the evictable tokens, per head. Source: TriAttention (2604.04921), its code.
     """
 
     def birth(self, new: Born) -> Columns:
@@ -119,7 +130,7 @@ class Phased(Queried):
 
 
 def sizes(x: Array, pairs: int) -> Array:
-    """f32[...,R]: the lengths of the R pairs of channels that turn together, of x f32[...,D].
+    """f32[...,R]: lengths of the R pairs of channels of x f32[...,D] that rotate together.
 
     >>> sizes(jnp.array([3.0, 1.0, 4.0, 0.0]), 2).tolist()
     [5.0, 1.0]
@@ -128,5 +139,5 @@ def sizes(x: Array, pairs: int) -> Array:
 
 
 def weight(typical: Typical) -> np.ndarray:
-    """f32[L,H,D]: what each channel adds to squared logits: E q^2 E k^2, of rotated queries and keys."""
+    """f32[L,H,D]: contribution of each channel to squared logits, E q^2 E k^2, of rotated queries and keys."""
     return np.asarray(typical.square) * np.asarray(typical.keys)

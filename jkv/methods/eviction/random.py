@@ -1,4 +1,4 @@
-"""A score by chance: the baseline that every other one must beat."""
+"""Random eviction, the baseline of every other score."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @part
 class Random(Score):
-    """rank = u(position, kv head, layer, seed), uniform in [0, 1): a hash, so it is the same in every batch.
+    """rank = u(position, kv head, layer, seed), uniform in [0, 1): a hash, so that it is the same in every batch.
 
-    layer u32[], an array so that all layers share a program. Among tokens of one text every head of every layer draws
-    on its own; two texts draw the same positions.
+    Every head of every layer draws independently; two texts draw the same numbers at the same positions. layer u32[],
+    an array so that all layers share a program.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Attention beside the likeness of keys: what is looked at and said only once stays (R-KV)."""
+"""R-KV: attention combined with the redundancy of keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jkv.arrays.pytree import part
 from jkv.methods.eviction.keys import norms
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
-TILE = 64  # keys that are compared with all others at a time
+TILE = 64  # keys that are compared with all others at once
 
 
 @part
 class PeakMass(Score):
-    """Attention from the last n = `queries` queries to the tokens before them, by the highest logit of a group.
+    """R-KV: attention from the last n = `queries` queries to earlier tokens, by the highest logit of a group.
 
     s_j = 1/n sum_i softmax_j(max over G of q_i . k_j scale). Source: R-KV (2505.24133), its code.
     """
@@ -31,7 +31,7 @@ class PeakMass(Score):
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
         asked, before = ev.kept.newest(self.queries), (ev.seen - self.queries)[:, None, None]
-        # one constant for a group, above all its logits: exp(logit - top) keeps their order and is at most 1
+        # One constant for a group, above all its logits: exp(logit - top) keeps their order and is at most 1.
         top = jnp.broadcast_to(asked.lse.max(2, keepdims=True), asked.lse.shape)
 
         def old(p: Array, pos: Array) -> Array:
@@ -48,11 +48,11 @@ class PeakMass(Score):
 
 @part
 class Redundancy(Score):
-    """Keys that are like many others leave: rank_j = -softmax_j(1/S sum over i of c[i,j]).
+    """R-KV: evict keys that are like many others, rank_j = -softmax_j(1/S sum over i of c[i,j]).
 
-    c[i,j] is the cosine of rotated keys i and j, but 0 for i = j and for the newest j like i, with cos > `threshold`:
-    of what is said again and again the last saying stays. All S^2 pairs, 64 keys at a time. Source: R-KV (2505.24133);
-    its code also sets c[i,0] to 0 where nothing is like i.
+    c[i,j] is the cosine of rotated keys i and j, but 0 for i = j, and for the newest j with cos > `threshold`: of
+    repeated content the last occurrence stays. All S^2 pairs, 64 keys at a time. Source: R-KV (2505.24133); its code
+    also sets c[i,0] to 0 where no key is like i.
     """
 
     threshold: float = 0.5
@@ -68,14 +68,15 @@ class Redundancy(Score):
         def some(n: Array, out: Array) -> Array:
             start = jnp.minimum(n * tile, total - tile)
             index = start + jnp.arange(tile)
-            own = index[:, None] == jnp.arange(total)[None]  # the tile's keys, as weights of all: codes are read so
+            # One-hot weights of the tile's keys, as codes are read by weighted sums.
+            own = index[:, None] == jnp.arange(total)[None]
             unit = ev.mix(jnp.where(own[None, None], inverse[:, :, None], 0), "k")
             cosine = jnp.where(own[None, None], 0, ev.dot(unit) * inverse[:, :, None])
             pos = ev.pos[:, :, None]
             alike = jnp.where((cosine > self.threshold) & (pos >= 0), pos, -1)
             last = alike.max(-1, keepdims=True)
             cosine = jnp.where((pos == last) & (last >= 0), 0, cosine)
-            fresh = index >= n * tile  # the last tile may have some of the one before
+            fresh = index >= n * tile  # the last tile may overlap the one before
             return out + jnp.where(fresh[None, None, :, None] & ev.live[:, :, None], cosine, 0).sum(2)
 
         sums = jax.lax.fori_loop(0, -(-total // tile), some, jnp.zeros((b, h, total), jnp.float32))

@@ -19,7 +19,7 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 @part
 class Sticky(Wrapper):
-    """A token of the first tier stays in it, and is never coded again; the others are ranked by `score`."""
+    """Keep tokens of the first tier there, so that they are never coded again; rank the others by `score`."""
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -30,7 +30,7 @@ class Sticky(Wrapper):
 
 
 def hashed(pos: Array, seed: int) -> Array:
-    """u32 of every position: the same in every batch (the finaliser of murmur3)."""
+    """Hash every position to u32 (the finaliser of murmur3), independently of the batch."""
     x = pos.astype(jnp.uint32) + jnp.uint32((seed * 0x9E3779B9) & 0xFFFFFFFF)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
@@ -38,7 +38,7 @@ def hashed(pos: Array, seed: int) -> Array:
 
 
 def chosen(queries: Queries, use: Array, most: int) -> Queries:
-    """The at most `most` queries with use bool[B,N], oldest first; the places left over are dead."""
+    """Queries where use bool[B,N], oldest first, at most `most`; the remaining places are dead."""
     order = jnp.argsort(~use, axis=1, stable=True)[:, :most]
     pos = jnp.where(take_along(use, order, 1), take_along(queries.pos, order, 1), -1)
     at = order[:, None, None]
@@ -47,11 +47,13 @@ def chosen(queries: Queries, use: Array, most: int) -> Queries:
 
 @part
 class Salience(Score):
-    """Mean attention from probe queries: s_j = sum over probes and G of p[i,j] / number of probes that see j.
+    """ZipCache: mean attention from probe queries.
 
-    A prompt of n tokens is probed by its last ceil(last * n) queries and by floor(sampled * n) of the others, those of
-    the smallest hash of their position: without replacement, and the same whatever else is in the batch. While
-    generating, the newest query since the last flush is the only probe. Source: ZipCache (2405.14256).
+    s_j = sum over probes and G of p[i,j] / number of probes that see j.
+
+    The probes of a prompt of n tokens are its last ceil(last * n) queries and floor(sampled * n) of the others, with
+    the smallest hashes of their positions: without replacement, and independent of the batch. While generating, the
+    newest query since the last flush is the only probe. Source: ZipCache (2405.14256).
     """
 
     last: float = 0.05
@@ -61,7 +63,7 @@ class Salience(Score):
     needs = Needs(queries=1, prompt=True, chunks="none")
 
     def drawn(self, ev: Evidence) -> Queries:
-        """The queries that probe."""
+        """The probe queries."""
         if ev.new is None:
             assert ev.kept is not None
             return ev.kept.newest(1)
@@ -82,7 +84,7 @@ class Salience(Score):
         by_age = jnp.sort(jnp.where(probes.pos >= 0, probes.pos, jnp.iinfo(jnp.int32).max), 1)
         live = (probes.pos >= 0).sum(1)
 
-        def before(ages: Array, pos: Array) -> Array:  # probes older than each position
+        def before(ages: Array, pos: Array) -> Array:  # number of probes older than each position
             return jnp.searchsorted(ages, pos, side="left")
 
         older = jax.vmap(before)(by_age, ev.pos)
@@ -93,18 +95,22 @@ class Salience(Score):
 
 
 def adjacent(k: Array) -> Array:
-    """f32[B,H,T-1]: cosine of every key [B,H,T,D] but the first with the one before it."""
+    """f32[B,H,T-1]: cosine of each key of [B,H,T,D], except the first, with the one before it."""
     x = k.astype(jnp.float32)
     x = x / jnp.maximum(norms(x), 1e-12)[..., None]
     return (x[:, :, 1:] * x[:, :, :-1]).sum(-1)
 
 
 def runs(ev: Evidence, sinks: int, threshold: float | None, alone: float) -> tuple[Array, Array, Array]:
-    """Tokens by age i32[B,H,S] (those that may go first), the run of each i32[B,H,S], and which may go bool[B,H,S].
+    """Group neighbouring tokens of similar keys into runs.
 
-    A token joins the run of the one before it if its column `similar` is among the highest: as many as leave no more
-    runs than the tiers may hold. Sinks are runs of their own, and so is everything not above `threshold`, and the most
-    attended, as many as a share `alone` of what the tiers may hold.
+    A token joins the run of the token before it if its column `similar` is among the highest; just enough join to leave
+    no more runs than the tiers may hold. Sinks are runs of their own, and so is each token that is not above
+    `threshold`, and the most attended tokens, a share `alone` of what the tiers may hold.
+
+    Returns:
+        Tokens by age i32[B,H,S], evictable ones first; the run of each i32[B,H,S]; and which are evictable,
+            bool[B,H,S].
     """
     goes = ev.may_go & ev.live
     if ev.plan.window is not None:
@@ -127,18 +133,18 @@ def runs(ev: Evidence, sinks: int, threshold: float | None, alone: float) -> tup
 
 
 def unsorted(order: Array, x: Array) -> Array:
-    """x by age back in the order of S."""
+    """Scatter x from age order back to the order of S."""
     return jnp.put_along_axis(x, order, x, -1, inplace=False)
 
 
 def segments(fn: object, x: Array, run: Array) -> Array:
-    """jax.ops.segment_* over the last axis of x [B,H,S], as many segments as S."""
+    """Apply jax.ops.segment_* over the last axis of x [B,H,S], with S segments."""
     n = x.shape[-1]
     return jax.vmap(jax.vmap(lambda a, r: fn(a, r, num_segments=n, indices_are_sorted=True)))(x, run)  # type: ignore[operator]
 
 
 def pivots(weight: Array, run: Array, may: Array) -> Array:
-    """i32[B,H,S]: per run its candidate (may) of largest weight, the oldest among equals; S where there is none."""
+    """i32[B,H,S]: the candidate (may) of largest weight of each run, the oldest of equals; S if it has none."""
     n = run.shape[-1]
     weight = jnp.where(may, weight, -jnp.inf)
     best = take_along(segments(jax.ops.segment_max, weight, run), run, -1)
@@ -148,14 +154,14 @@ def pivots(weight: Array, run: Array, may: Array) -> Array:
 
 @part
 class Pivots(Score):
-    """One token of every run of similar neighbours stays: that of the largest accumulated attention.
+    """KVMerger: keep one token of every run of similar neighbours, that of the largest accumulated attention.
 
-    Similar = cosine of a (rotated) key with the key before it; the most attended, as many as a share `alone` of what is
-    kept, are runs of their own. The threshold is the quantile that leaves exactly the tokens that the tiers may hold;
-    where that is not enough (`threshold`, or too many that are alone), the pivots of the least attention go too.
-    A pivot remembers the similarity of its run's border (`Runs.remember`), so runs grow by single linkage and keys in
-    tiers are never compared again. The first token after a flush with recent=0 has a border of unknown similarity,
-    which joins last. Source: KVMerger (2407.08454), from its abstract and recollection.
+    Similarity is the cosine of a (rotated) key with the key before it; the most attended tokens, a share `alone` of
+    what is kept, are runs of their own. The similarity threshold is the quantile that leaves exactly the tokens that
+    the tiers may hold; where that is not enough (`threshold`, or too many tokens alone), the pivots of least attention
+    leave too. A pivot remembers the similarity at its run's border (`Runs.remember`), so runs grow by single linkage
+    and keys in tiers are never compared again. The first token after a flush with recent=0 has a border of unknown
+    similarity, which joins last. Source: KVMerger (2407.08454), from its abstract and recollection.
     """
 
     sinks: int = 4
@@ -172,7 +178,7 @@ class Pivots(Score):
         assert ev.new is not None
         old = ev.columns["similar"]
         pos = ev.window.pos
-        next_to = (pos[:, 1:] == pos[:, :-1] + 1)[:, None]  # sinks stand in front of what comes much later
+        next_to = (pos[:, 1:] == pos[:, :-1] + 1)[:, None]  # sinks may stand in front of much later tokens
         before = old[:, :, ev.slots + 1 :]
         similar = old.at[:, :, ev.slots + 1 :].set(jnp.where(next_to, adjacent(ev.window.k), before))
         return {

@@ -1,4 +1,4 @@
-"""Where the sentences of a text begin, beside any score."""
+"""Sentence boundaries, tracked beside any score."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jkv.protocols import Born, Columns, Evidence
 if TYPE_CHECKING:
     from jkv.models import Params
 
-START, ENDS = "sentence", "ends"  # columns: the position of the first token of its sentence; 1 for the last one
+START, ENDS = "sentence", "ends"  # columns: position of the sentence's first token; 1 for its last token
 MARKS = re.compile(r"""\s*(?:[.!?…。！？]+["'”’)\]」』]*|\n\s*\n)\s*""")
 
 
 @part
 class Sentences(Wrapper):
-    """The score; a token knows the first one of its sentence, by the column `sentence`.
+    """SentenceKV: store the position of each token's sentence start in the column `sentence`, beside any score.
 
     A sentence ends with a token of `ends` bool[L,V], after `longest` tokens, and where a flush ends. A model without a
-    tokenizer has no such tokens. Source: SentenceKV (2504.00970), where ends alone count.
+    tokenizer has no tokens that end a sentence. Source: SentenceKV (2504.00970), where only these tokens count.
     """
 
     longest: int = 64
@@ -62,6 +62,6 @@ class Sentences(Wrapper):
 
 @lru_cache(4)
 def ending(tokenizer: Any, vocab: int) -> np.ndarray:
-    """bool[vocab]: tokens whose whole text is marks that end a sentence, or a blank line."""
+    """bool[vocab]: tokens whose whole text is a sentence-ending mark, or a blank line."""
     known = min(tokenizer.vocab_size, vocab)
     return np.array([i < known and bool(MARKS.fullmatch(tokenizer.decode([i]))) for i in range(vocab)])

@@ -1,4 +1,4 @@
-"""Scores by the attention of other layers (SmallKV)."""
+"""SmallKV: scores by the attention of another layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def first_of(draft: int | None, model: ModelConfig) -> int:
-    """Layers that hold every token."""
+    """Number of lower layers that hold every token: `draft`, or half of the layers if None."""
     return max(model.layers // 2, 1) if draft is None else draft
 
 
 @part
 class Looked(Score):
-    """What the last `queries` queries look at, kept for layers above: looked_j = sum_i p[i,j], averaged over G."""
+    """Attention from the last `queries` queries, stored for upper layers: looked_j = sum_i p[i,j], averaged over G."""
 
     queries: int = 32
 
@@ -46,11 +46,11 @@ class Looked(Score):
 
 @part
 class Assisted(Looked):
-    """What a head of layer `draft` - 1 looks at, which holds every token: the head that looks at most of the same.
+    """SmallKV: rank by the attention in layer `draft` - 1, which holds every token, of its most similar head.
 
-    draft None: half of the layers. The same: the cosine of both heads' `looked` over the tokens that are here, at every
-    flush. Source: SmallKV (2508.02751), a reconstruction, where the draft is a smaller model of its own and heads are
-    matched once.
+    draft None: half of the layers. Similarity is the cosine of both heads' `looked` over the tokens in this layer, at
+    every flush. Source: SmallKV (2508.02751), a reconstruction; there the draft is a smaller model of its own and heads
+    are matched once.
     """
 
     draft: int | None = None
@@ -74,7 +74,7 @@ class Assisted(Looked):
         return {**ev.columns, "looked": take_along(theirs, best, 2)[:, :, 0]}
 
     def of_draft(self, ev: Evidence) -> Array:
-        """f32[B,H,N,S]: what each of its N heads looks at, for the tokens of each head here."""
+        """f32[B,H,N,S]: attention of each of the draft layer's N heads to the tokens of each head of this layer."""
         layer = ev.lower
         assert layer is not None
         b, h = ev.pos.shape[:2]

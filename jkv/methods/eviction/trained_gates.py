@@ -1,4 +1,4 @@
-"""Scores by trained gates."""
+"""Scores by trained gates: TRIM-KV, Make Each Token Count, Locret."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jkv.protocols import Born, Columns, Evidence, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-LEAST = 1e-30  # a gate may round to 1 in float32, and the age must still count
+LEAST = 1e-30  # a gate may round to 1 in float32, where age must still count
 
 
 @value
 class Gate:
-    """log beta = logsigmoid(out silu(into x + bias) + offset) of a block's normed input, for each kv head.
+    """log beta = logsigmoid(out silu(into x + bias) + offset) of the layer's normed input x, per kv head.
 
-    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]; in a layer's own score without L.
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]. In a layer's own score the arrays have no axis L.
     """
 
     into: Array
@@ -41,7 +41,7 @@ class Gate:
 
 @value
 class Deep:
-    """A `Gate` with one layer more: log beta = logsigmoid(out silu(middle silu(into x + bias) + shift) + offset).
+    """A `Gate` with one more layer: log beta = logsigmoid(out silu(middle silu(into x + bias) + shift) + offset).
 
     middle f[L,W,W], shift f[L,W]; the others as in `Gate`.
     """
@@ -62,13 +62,13 @@ class Deep:
 
 
 def _log_beta(gate: Gate | Deep, hidden: Array) -> Array:
-    """f32[B,H,T], below 0, of the last hidden numbers f32[B,T,W]."""
+    """f32[B,H,T], below 0, of the last hidden activations f32[B,T,W]."""
     z = linear(gate.out, hidden) + gate.offset[None, None]
     return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
 
 
 def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
-    """A gate that forgets nothing yet: weights of deviation 0.02, and beta = sigmoid(offset) for every token.
+    """Initialize a gate that forgets nothing: weights of deviation 0.02, beta = sigmoid(offset) for every token.
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY), 8, 5.0, jax.random.key(0)).out.shape
@@ -85,7 +85,7 @@ def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
 
 
 def deeper(model: ModelConfig, width: int, offset: float, key: Array) -> Deep:
-    """A deep gate that forgets nothing yet, as `start` makes one; `out` and `offset` are the same in all layers.
+    """Initialize a deep gate that forgets nothing, as `start`; `out` and `offset` are the same in all layers.
 
     >>> from jkv import models
     >>> deeper(models.read_config(models.TINY), 8, 5.0, jax.random.key(0)).middle.shape
@@ -105,10 +105,10 @@ def deeper(model: ModelConfig, width: int, offset: float, key: Array) -> Deep:
 
 @value
 class Estimate:
-    """out silu(into x) of a block's normed input, for each kv head: a logit, of either sign.
+    """out silu(into x) of the layer's normed input x, per kv head: a logit of either sign.
 
-    into f[L,W,E], out f[L,H,W]; in a layer's own score without L. The heads of Locret (2410.01805) read a token's
-    un-rotated [q; k; v], which are products of x: the same functions, but where a model norms q and k.
+    into f[L,W,E], out f[L,H,W]. In a layer's own score the arrays have no axis L. The heads of Locret (2410.01805) read
+    a token's un-rotated [q; k; v], which are products of x: the same functions, except where a model norms q and k.
     """
 
     into: Array
@@ -122,7 +122,7 @@ class Estimate:
 
 
 def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
-    """Heads that know nothing yet: weights of deviation 1 / sqrt(inputs), as those of a linear layer are begun.
+    """Initialize random estimates: weights of deviation 1 / sqrt(inputs), as in a linear layer.
 
     >>> from jkv import models
     >>> guess(models.read_config(models.TINY), 8, jax.random.key(0)).into.shape
@@ -138,10 +138,11 @@ def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
 
 @part
 class Trained(trained_weights.Bearer, Score):
-    """What a token is worth, as weights that were trained say when it is made: a column, kept with it.
+    """Base of scores that a trained gate computes when a token is born and stores in a column.
 
-    gate: the weights, or None: those that come with jkv for the model; models: fingerprints of the model that they
-    were trained for, in each dtype.
+    Attributes:
+        gate: Weights, or None: shipped with jkv for the model.
+        models: Fingerprints of the model that the weights were trained for, in each dtype.
     """
 
     gate: Any = leaf(default=None)
@@ -155,7 +156,7 @@ class Trained(trained_weights.Bearer, Score):
 
 @part
 class Retention(Trained):
-    """What a token was worth at birth, fading with its age: rank = (seen + 1 - pos) log beta, in float32.
+    """TRIM-KV: a score at birth that fades with age, rank = (seen + 1 - pos) log beta, in float32.
 
     Tokens whose beta rounds to 1 rank by age, the oldest last. Source: TRIM-KV (2512.03324).
     """
@@ -169,10 +170,10 @@ class Retention(Trained):
 
 @part
 class Outlook(Retention):
-    """What a token will be worth over the next n = `ahead` queries: rank = log of the sum of beta^(a+m), m = 0 .. n-1.
+    """Make Each Token Count: worth over the next n = `ahead` queries, rank = log sum over m < n of beta^(a+m).
 
-    a log beta + log(1 - beta^n) - log(1 - beta) at age a = seen + 1 - pos; n = 1 is `Retention`. Source: Make Each
-    Token Count (2605.09649).
+    That is a log beta + log(1 - beta^n) - log(1 - beta) at age a = seen + 1 - pos; n = 1 is `Retention`. Source: Make
+    Each Token Count (2605.09649).
     """
 
     ahead: int = 1
@@ -187,7 +188,7 @@ class Outlook(Retention):
 
 @part
 class Foreseen(Trained):
-    """The largest logit that an answer is expected to give a token; it does not fade. Source: Locret (2410.01805)."""
+    """Locret: predicted largest logit that an answer gives a token; it does not fade. Source: 2410.01805."""
 
     methods, column, kinds = ("locret",), "foreseen", (Estimate,)
 

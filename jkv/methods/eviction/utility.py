@@ -1,4 +1,4 @@
-"""What a token is worth: to a question that looks it up, and to the lines that come next."""
+"""jkv's utility score: a lookup term that does not fade plus a term that fades with age."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jkv.protocols import Born, Columns, Evidence
 
 @value
 class Twofold:
-    """A `Surrogate` that foresees who is looked up, a `Gate` that says how fast the rest fades, and its level.
+    """A `Surrogate` that predicts lookups, a `Gate` that predicts how fast the rest fades, and the rest's level.
 
-    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H] of the first; the same of the second, with another W; level
-    f[L,H], in nats; in a layer's own score without L.
+    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H] of the surrogate; the fade_ arrays of the gate, with another
+    W; level f[L,H], in nats. In a layer's own score the arrays have no axis L.
     """
 
     into: Array
@@ -52,19 +52,19 @@ class Twofold:
         return Gate(into=self.fade_into, bias=self.fade_bias, out=self.fade_out, offset=self.fade_offset)
 
     def worth(self, foreseen: Array, log_beta: Array, age: Array) -> Array:
-        """log(exp(foreseen) + exp(level) beta^age) f32[B,H,T] of one layer, of f32[B,H,T] and ages f32[B,1 or H,T]."""
+        """f32[B,H,T]: log(exp(foreseen) + exp(level) beta^age) of one layer, for ages f32[B,1 or H,T]."""
         return jnp.logaddexp(foreseen, self.level[None, :, None] + age * log_beta)
 
 
 def joined(foreseen: Surrogate, fading: Gate) -> Twofold:
-    """Both, with a level of 0."""
+    """Combine both, with a level of 0."""
     faded = {f"fade_{name}": x for name, x in vars(fading).items()}
     return Twofold(**vars(foreseen), **faded, level=jnp.zeros_like(foreseen.offset))
 
 
 @part
 class Utility(Trained):
-    """rank = log(exp(r) + exp(level) beta^age), in nats: r does not fade, and at age = seen + 1 - pos beta has."""
+    """rank = log(exp(r) + exp(level) beta^age), in nats: r does not fade, beta^age does; age = seen + 1 - pos."""
 
     methods, kinds = ("utility",), (Twofold,)
 

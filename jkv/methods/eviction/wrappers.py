@@ -1,4 +1,4 @@
-"""Wrappers of any score: over heads, over units of neighbours, per query, and sums."""
+"""Wrappers of any score: across heads, layers and units of neighbours, per query, and by effect on the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @part
 class AcrossHeads(Wrapper):
-    """One set of tokens for all kv heads of a layer: the mean of their ranks."""
+    """Keep the same tokens in all kv heads of a layer, by the mean of their ranks."""
 
     uniform = True  # type: ignore[assignment]
 
@@ -32,7 +32,7 @@ class AcrossHeads(Wrapper):
 
 @part
 class PerQuery(Wrapper):
-    """The score over the number of queries since the token's birth, its own included: a sum becomes a mean."""
+    """Divide the score by the number of queries since the token's birth, its own included: a sum becomes a mean."""
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)
@@ -44,9 +44,9 @@ class PerQuery(Wrapper):
 
 @part
 class Reaching(Wrapper):
-    """The score; a layer asks for as many of its best old tokens as together have `share` of what all of them have.
+    """ZipVL: any score, whose layer statistic is how many of the best old tokens hold a `share` of the total.
 
-    Of a score with one set of tokens for all heads; old are all but the `newest`. Source: ZipVL (2410.08584).
+    The score must keep the same tokens for all heads; old are all tokens but the `newest`. Source: ZipVL (2410.08584).
     """
 
     share: float = 0.9
@@ -65,9 +65,10 @@ class Reaching(Wrapper):
 
 @part
 class Anchored(Wrapper):
-    """The score; a layer says what share of its last `queries` queries' attention goes to its ends, over all heads.
+    """SimLayerKV: any score, whose layer statistic is the attention that the last `queries` queries pay to the ends.
 
-    The ends are the first `sinks` and the newest `local` tokens. Source: SimLayerKV (2410.13846).
+    The ends are the first `sinks` and the newest `local` tokens; their share of the attention is averaged over all
+    heads. Source: SimLayerKV (2410.13846).
     """
 
     queries: int = 1
@@ -94,11 +95,11 @@ class Anchored(Wrapper):
 
 @part
 class Critical(Wrapper):
-    """The best `share` of what is kept by the score; of the others, those that move the layer's output most.
+    """CriticalKV: keep the best `share` by the score, then the tokens that contribute most to the layer's output.
 
-    The others' rank is (s_j + `epsilon`) mean over G of |W_h v_j|_1, W_h the columns of the layer's output matrix for
-    query head h. The share is of all that is kept, the recent window included. Source: CriticalKV (2502.03805), as its
-    authors gave it to the field's reference library.
+    The rank of the others is (s_j + `epsilon`) mean over G of |W_h v_j|_1, W_h the columns of the layer's output matrix
+    for query head h. The share is of everything that is kept, the recent window included. Source: CriticalKV
+    (2502.03805), as its authors gave it to the field's reference library.
     """
 
     share: float = 0.5
@@ -116,7 +117,10 @@ class Critical(Wrapper):
         b, h, t, d = new.v.shape
         out = new.out.astype(jnp.float32).reshape(new.out.shape[0], h, -1, d)
 
-        def head(x: tuple[Array, Array]) -> Array:  # one at a time: all are as many numbers as their outputs
+        # One head at a time, because the products of all heads are as large as their outputs.
+        def head(
+            x: tuple[Array, Array],
+        ) -> Array:
             v, w = x
             moved = [jnp.abs(jnp.einsum("btd,ed->bte", v, w[:, g])).sum(-1) for g in range(w.shape[1])]
             return jnp.stack(moved).mean(0)
@@ -141,9 +145,9 @@ class Critical(Wrapper):
 
 @part
 class Follower(Score):
-    """What the layer below keeps: rank = 1 for its tokens, and 0 for others. It asks for no queries.
+    """WindowKV: keep what the layer below keeps, rank = 1 for its tokens and 0 for others, without any queries.
 
-    heads: each kv head follows its own, or one set of tokens serves all.
+    heads: each kv head follows its own counterpart; else one set of tokens serves all.
     """
 
     heads: bool = False
@@ -168,9 +172,10 @@ class Follower(Score):
 
 @part
 class Groups(Wrapper):
-    """The first of every `width` layers chooses for all of them; local layers and others do not follow each other.
+    """WindowKV: the first of every `width` layers chooses the tokens for all of them.
 
-    Source: WindowKV (2503.17922), of a score with one set of tokens for all heads.
+    Layers of different sliding windows do not follow each other. Source: WindowKV (2503.17922), for a score with one
+    set of tokens for all heads.
     """
 
     width: int = 8
@@ -181,9 +186,9 @@ class Groups(Wrapper):
 
 
 def numbered(pos: Array, width: int) -> Array:
-    """i32[B,Hs,S]: the number, from 0, of the unit of `width` tokens of each of pos i32[B,Hs,S], by age.
+    """i32[B,Hs,S]: index, from 0, of the unit of `width` tokens that holds each of pos i32[B,Hs,S], sorted by age.
 
-    Units are counted from a row's own first token; one of which nothing is left has no number.
+    Units are counted from a row's first token; units without remaining tokens are skipped.
     """
     unit = pos // width
     opens = jnp.concatenate([jnp.zeros_like(unit[..., :1]), (unit[..., 1:] != unit[..., :-1]).astype(jnp.int32)], -1)
@@ -192,10 +197,10 @@ def numbered(pos: Array, width: int) -> Array:
 
 @part
 class Units(Wrapper):
-    """Tokens of a unit of `width` neighbours share their rank: the mean of all of them, or of the larger half.
+    """WindowKV: tokens of a unit of `width` neighbours share their rank: the mean of all, or of the larger half.
 
-    Of tokens that may go; each query head has a larger half of its own, and the unit the mean over these heads. A
-    border of the budget inside a unit keeps its older tokens. Source: WindowKV (2503.17922).
+    Only evictable tokens count. With kind "half" each query head has its own larger half, and the unit gets the mean
+    over these heads. Where the budget ends within a unit, its older tokens stay. Source: WindowKV (2503.17922).
     """
 
     width: int = 8
@@ -211,6 +216,7 @@ class Units(Wrapper):
         unit, index = numbered(pos, self.width), jnp.broadcast_to(jnp.arange(n), order.shape)
         counted = used
         if self.kind == "half":
+            # Sort within each unit, the largest first.
             *_, best = jax.lax.sort((unit, jnp.where(used, -x, jnp.inf), index), num_keys=2)  # first within a unit
             first = take_along(segments(jax.ops.segment_min, index, unit), unit, -1)
             counted = used & (unsorted(best, index) - first < max(self.width // 2, 1))
@@ -222,12 +228,12 @@ class Units(Wrapper):
 
 @part
 class Representatives(Wrapper):
-    """Pages of `page` tokens: those of the highest scores, and a `share` that stands for the others.
+    """KVCrush: keep the pages of the highest scores, and a `share` of pages that represent the others.
 
-    A page's signature are the bits of its tokens and kv heads: 1 for the higher half of a head's scores. Pages that
-    are not important are put in order of their Hamming distance (per token that is left) to alternating bits, and
-    representatives are taken evenly spaced from its first to its last. Sinks and the newest are kept; what is left of
-    the budget goes to the pages next in score. One set of tokens for all heads. Source: KVCrush (2503.00022).
+    A page of `page` tokens has a signature of one bit per token and kv head: 1 for the higher half of a head's scores.
+    Pages that are not important are sorted by their Hamming distance (per remaining token) to alternating bits, and
+    representatives are taken evenly spaced from the first to the last. Sinks and the newest tokens are kept; what
+    remains of the budget goes to the pages next in score. All heads keep the same tokens. Source: KVCrush (2503.00022).
     """
 
     page: int = 16
@@ -239,15 +245,18 @@ class Representatives(Wrapper):
 
     def rank(self, ev: Evidence) -> Array:
         score = self.score.rank(ev)
+        # Tokens by age, and which belong to pages: neither sinks nor the newest.
         order, goes, _, room = aged(ev, self.sinks, 1)
         one = across(score)
         pos, common = (take_along(x, order, -1) for x in (ev.pos[:, :1], one))
         goes = goes & (common > -jnp.inf)
         area = goes & (pos < (ev.seen - self.newest)[:, None, None]) & jnp.isfinite(common)
         x = jnp.where(area, take_along(jnp.where(jnp.isfinite(score), score, 0), order, -1), -jnp.inf)
+        # Signatures, as the distance to alternating bits.
         n = area.sum(-1, keepdims=True)
         middle = take_along(jnp.sort(x, -1, descending=True), jnp.maximum(n // 2 - 1, 0), -1)
         away = ((x >= middle) != (pos % 2 == 1)).sum(1, keepdims=True)
+        # Choose the important pages and the representatives of the others.
         unit = numbered(pos, self.page)
         per_page = lambda y: segments(jax.ops.segment_sum, jnp.where(area, y, 0).astype(jnp.float32), unit)  # noqa: E731
         count, total, far = per_page(1), per_page(x.sum(1, keepdims=True)), per_page(away)
@@ -262,12 +271,12 @@ class Representatives(Wrapper):
 
 
 def placed(x: Array) -> Array:
-    """i32[B,Hs,S]: the place of every entry in rising order, the first among equals first."""
+    """i32[B,Hs,S]: rank of every entry in ascending order; the first of equals comes first."""
     return jnp.argsort(jnp.argsort(x, axis=-1, stable=True), axis=-1)
 
 
 def evenly(place: Array, among: Array, most: Array) -> Array:
-    """bool[B,Hs,S]: `most` of the n entries `among`, those of places floor(i (n - 1) / (most - 1))."""
+    """bool[B,Hs,S]: `most` of the n entries `among`, at places floor(i (n - 1) / (most - 1))."""
     n = among.sum(-1, keepdims=True)
     most = jnp.minimum(most, n)
     i = -(-place * (most - 1) // jnp.maximum(n - 1, 1))

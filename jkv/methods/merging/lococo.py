@@ -1,4 +1,4 @@
-"""A merge that was trained: entries become mixtures of all that are not kept as they are."""
+"""LoCoCo: a trained merge that turns entries into mixtures of themselves and the evicted tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @value
 class Blend:
-    """Weights of m mixtures of n entries, in order of position: w = (1 - share) e + share softmax(relu(conv [k; v])).
+    """Weights of m mixtures of n entries in order of position: w = (1 - share) e + share softmax(relu(conv [k; v])).
 
-    e: each mixture's own entry; the convolution runs over the entries, w sums to 1 over them.
-    conv f[L,width,2D,m], bias f[L,m], share f[L]; in a layer's own without L, for all of its kv heads.
+    e is one-hot at each mixture's own entry; the convolution runs over the entries, and w sums to 1 over them. conv
+    f[L,width,2D,m], bias f[L,m], share f[L]; in a layer's own part without axis L, shared by all of its kv heads.
     """
 
     conv: Array
@@ -33,7 +33,7 @@ class Blend:
     axes: ClassVar = dict(conv="LWIM", bias="LM", share="L")
 
     def __call__(self, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
-        """k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D] that lie as `places` says."""
+        """Return k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D], which lie as `places` says."""
         k, v = (jnp.where(places.there[..., None], x, 0) for x in (k, v))  # a dead slot may hold anything
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
         w = self.weights(flat(k), flat(v), flat(places.there), flat(places.own))
@@ -41,7 +41,13 @@ class Blend:
         return jnp.einsum("bhmn,bhnd->bhmd", w, k), jnp.einsum("bhmn,bhnd->bhmd", w, v)
 
     def weights(self, k: Array, v: Array, there: Array, own: Array) -> Array:
-        """w f32[N,m,n] of k, v f[N,n,D], 0 where not bool[N,n]; own i32[N,m]: where in n a mixture's own entry is."""
+        """w f32[N,m,n], 0 for dead entries.
+
+        Args:
+            k, v: f[N,n,D].
+            there: bool[N,n], False for dead entries.
+            own: i32[N,m], index in n of each mixture's own entry.
+        """
         x = jnp.concatenate([k, v], -1).astype(jnp.float32)
         logits = jax.lax.conv_general_dilated(
             x, self.conv, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), preferred_element_type=jnp.float32
@@ -54,23 +60,32 @@ class Blend:
 
 @value
 class Places:
-    """Where the entries lie of which mixtures are made: order i32[B,H,n] in S, by position; there bool[B,H,n]: which
-    of them are any; own i32[B,H,m]: where in n each mixture's own entry is, n for none."""
+    """Places of the entries that are mixed.
+
+    Attributes:
+        order: i32[B,H,n], index in S of each entry, by position.
+        there: bool[B,H,n], whether the entry exists.
+        own: i32[B,H,m], index in n of each mixture's own entry, n for none.
+    """
 
     order: Array
     there: Array
     own: Array
 
     def index(self, total: int) -> Array:
-        """i32[B,H,m]: the mixtures' own entries in S = `total`, S for none."""
+        """i32[B,H,m]: index in S = `total` of the mixtures' own entries, S for none."""
         n = self.order.shape[2]
         return jnp.where(self.own < n, take_along(self.order, jnp.minimum(self.own, n - 1)), total)
 
 
 def arranged(looked: Array, pos: Array, stays: Array, leaves: Array, m: int, n: int) -> Places:
-    """Of entries of S: the m least looked at of those that stay, and all n or fewer that leave or are among these.
+    """Choose the entries to mix: the m least attended kept entries, and up to n including the evicted.
 
-    looked f32[B,H,S], pos i32[B,H,S]; stays, leaves bool[B,H,S].
+    Args:
+        looked: f32[B,H,S], attention received.
+        pos: i32[B,H,S].
+        stays: bool[B,H,S].
+        leaves: bool[B,H,S].
     """
     _, own = jax.lax.top_k(jnp.where(stays, -looked, -jnp.inf), m)
     mine = jnp.put_along_axis(jnp.zeros(stays.shape, bool), own, True, -1, inplace=False) & stays
@@ -83,7 +98,7 @@ def arranged(looked: Array, pos: Array, stays: Array, leaves: Array, m: int, n: 
 
 
 def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
-    """Weights that were not trained yet: mixtures are half their own entry and half the mean of all, nearly.
+    """Initialize weights: mixtures are about half their own entry and half the mean of all.
 
     >>> from jkv import models
     >>> start(models.read_config(models.TINY), 4, 5, jax.random.key(0)).conv.shape
@@ -99,11 +114,14 @@ def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
 
 @part
 class Mixtures(trained_weights.Bearer, Merge):
-    """Of the tokens that stay, those of lowest rank become mixtures of themselves and of all that leave.
+    """LoCoCo: the kept tokens of lowest rank become mixtures of themselves and of all tokens that leave.
 
-    Their entries keep their own positions, and may be mixed again; rotated keys are mixed as they are. Ranks by the
-    column `looked`, as the score `Latest` keeps it. gate: the weights, which say how many mixtures there are, or
-    None: those that come with jkv for the model; models: fingerprints of that model. Source: LoCoCo (2406.05317).
+    Entries keep their positions and may be mixed again; rotated keys are mixed as they are. Ranks are the column
+    `looked` of the score `Latest`. Source: LoCoCo (2406.05317).
+
+    Attributes:
+        gate: Weights, which determine the number of mixtures, or None: shipped with jkv for the model.
+        models: Fingerprints of the models that the weights were trained for.
     """
 
     gate: Blend | None = leaf(default=None)
@@ -114,15 +132,15 @@ class Mixtures(trained_weights.Bearer, Merge):
 
     @property
     def count(self) -> int:
-        """Of mixtures; 0 before there are weights."""
+        """Number of mixtures; 0 without weights."""
         return 0 if self.gate is None else self.gate.bias.shape[-1]
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
-        """Nothing changes in a row and head that loses nothing."""
+        """Mix the entries; nothing changes for a row and head that loses nothing."""
         gate = self.weights
         total = ev.pos.shape[2]
         m = min(self.count, total)
-        n = max(total - max(ev.plan.capacity - ev.plan.exact - m, 0), 1)  # so many when the slots are full
+        n = max(total - max(ev.plan.capacity - ev.plan.exact - m, 0), 1)  # number of entries when the slots are full
         stays, leaves = (x & ev.live & ev.may_go for x in (kept, ~kept))
         places = arranged(ev.columns["looked"], ev.pos, stays, leaves, m, n)
         index = jnp.where((lost.index < total).any(-1, keepdims=True), places.index(total), total)

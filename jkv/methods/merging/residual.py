@@ -1,4 +1,4 @@
-"""Merges with a state beside the tiers: a mean of the evicted tokens of each kv head."""
+"""Merges into a state beside the tiers: a mean of each kv head's evicted tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @value
 class Token:
-    """One token a kv head: mean key (rotated) and value k, v f32[B,H,D] of `count` f32[B,H] tokens."""
+    """One token per kv head: mean rotated key k and value v f32[B,H,D] of `count` f32[B,H] tokens."""
 
     k: Array
     v: Array
@@ -29,9 +29,9 @@ class Token:
 
 @part
 class MeanToken(Merge):
-    """The evicted of a kv head are one token more, at their mean key and value, n times: logit q . k scale + log n.
+    """RazorAttention: a kv head's n evicted tokens become one token at their mean, with logit q . k scale + log n.
 
-    Keys that were all the same are then what they were. Source: RazorAttention (2407.15891).
+    Exact if all their keys are equal. Source: RazorAttention (2407.15891).
     """
 
     changes = "none"
@@ -55,7 +55,7 @@ class MeanToken(Merge):
 
 @value
 class Share:
-    """A share of all attention, odds f32[B,H] to 1: mean value v f32[B,H,D] of total weight f32[B,H]."""
+    """A share of all attention, odds f32[B,H] to 1, at mean value v f32[B,H,D] of total weight f32[B,H]."""
 
     v: Array
     weight: Array
@@ -64,10 +64,11 @@ class Share:
 
 @part
 class MeanValue(Merge):
-    """The evicted of a kv head keep their share r of the attention, at their mean value: o = (1 - r) o_kept + r v.
+    """SmallKV: a kv head's evicted tokens keep their share r of the attention, at their mean value.
 
-    r is that of the newest `queries` queries at the last flush, at most 0.95; v weighs each token by what these paid to
-    it when it was evicted. Source: SmallKV (2508.02751), a reconstruction.
+    o = (1 - r) o_kept + r v. r is the share that the newest `queries` queries paid them at the last flush, at most
+    0.95; v weights each token by the attention of these queries at the flush that evicted it. Source: SmallKV
+    (2508.02751), a reconstruction.
     """
 
     queries: int = 32
@@ -97,8 +98,13 @@ class MeanValue(Merge):
 
 
 def mean_with(mean: Array, weight: Array, x: Array, new: Array) -> Array:
-    """f32[B,H,D]: the mean f32[B,H,D] of total weight f32[B,H] with x [B,H,n,D], or [B,1,n,D] for all heads, of weights
-    new f32[B,H,n]; what weighs nothing is not read.
+    """f32[B,H,D]: update a weighted mean with new vectors; vectors of weight 0 are not read.
+
+    Args:
+        mean: f32[B,H,D].
+        weight: f32[B,H], total weight of the mean.
+        x: [B,H,n,D], or [B,1,n,D] for all heads.
+        new: f32[B,H,n], weights of x.
 
     >>> one, x = jnp.ones((1, 1)), jnp.array([1.0, jnp.nan]).reshape(1, 1, 2, 1)
     >>> mean_with(4 * one[..., None], one, x, jnp.array([[[2.0, 0.0]]])).item()

@@ -1,4 +1,4 @@
-"""What the evicted leave behind: a share in a survivor, or part of a mixture."""
+"""Merges of evicted tokens into kept tokens, by weighted means."""
 
 from __future__ import annotations
 
@@ -19,41 +19,44 @@ if TYPE_CHECKING:
 
 
 class Shares(Merge):
-    """Shares of the evicted in a survivor, x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v.
+    """Base of weighted merges: x_p <- (x_p + sum g_i x_i) / (1 + sum g_i), for k and v of a kept token p.
 
-    A newcomer takes shares before it is encoded; a stored slot only if its codecs are exact. Of a score that is
-    `Counted`, a survivor counts as many tokens as went into it.
+    A newcomer can take shares before it is encoded, a stored slot only if its codecs are exact. With a score that is
+    `Counted`, a kept token counts as many tokens as were merged into it.
     """
 
     def survivor(self, ev: Evidence, kept: Array) -> Array:
-        """i32[B,H,S]: the kept token (an index in S) that takes each token's share, -1 none; kept bool[B,H,S]."""
-        raise NotImplementedError  # its own in every one
+        """i32[B,H,S]: index in S of the kept token that takes each token's share, -1 for none; kept bool[B,H,S]."""
+        raise NotImplementedError
 
     def worth(self, ev: Evidence) -> Array:
-        """f32[B,H,S]: what each token counts, beside its survivor's: as many as went into it."""
+        """f32[B,H,S]: weight of each token relative to its survivor's; here the number of tokens merged into it."""
         return stands_for(ev)
 
     def weigh(self, distance: Array, run: Array, worth: Array) -> Array:
-        """g f32[m] of m evicted tokens of one row and head, from squared distances of their keys to their survivors',
-        over the squared lengths of these, and what they are worth over what these are.
+        """g f32[m] of m evicted tokens of one row and head.
 
-        run i32[m] rises; those of one survivor have one number.
+        Args:
+            distance: Squared distances of their keys to their survivors', over the squared norms of the survivors'
+                keys.
+            run: i32[m], ascending, equal for tokens with the same survivor.
+            worth: Worth of the tokens over that of their survivors.
         """
-        raise NotImplementedError  # its own in every one
+        raise NotImplementedError
 
     def key(self, mixed: Array, own: Array) -> Array:
-        """f32[m,D]: what the keys of m survivors become, from the mean of all shares and what they were."""
+        """f32[m,D]: new keys of m survivors, from the means of all shares and their old keys."""
         return mixed
 
     def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
-        """Temporaries are of the size of `lost`."""
+        """Merge the evicted tokens. Temporaries have the size of `lost`."""
         survivor, worth = self._taking(ev, kept, lost, entries), self.worth(ev)
         worth = take(worth, lost.index) / jnp.maximum(take(worth, survivor), 1e-30)
         merged = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=ev.pos.shape[2])))
         return merged(survivor, worth, lost.k, lost.v, *entries.read(survivor))
 
     def _taking(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Array:
-        """i32[B,H,m]: the survivors that take the shares of what is lost, -1 none."""
+        """i32[B,H,m]: survivors that take the shares of the lost tokens, -1 for none."""
         survivor = take(self.survivor(ev, kept), lost.index)
         return jnp.where((lost.index < ev.pos.shape[2]) & entries.open(survivor), survivor, -1)
 
@@ -68,18 +71,18 @@ class Shares(Merge):
 
 
 def stands_for(ev: Evidence) -> Array:
-    """f32[B,H,S]: tokens that each entry stands for, itself among them."""
+    """f32[B,H,S]: number of tokens that each entry stands for, itself included."""
     return 1 + jnp.where(ev.live, ev.columns[MERGED], 0) if MERGED in ev.columns else jnp.ones(ev.pos.shape)
 
 
 @part
 class Runs(Shares):
-    """The evicted members of a run go into its kept pivot with Gaussian weights: a reconstruction of KVMerger.
+    """KVMerger: the evicted tokens of a run go into its kept pivot with Gaussian weights; a reconstruction.
 
     g_i = exp(-d_i^2 / (2 sigma^2)), d_i = |k_i - k_p| / |k_p|, g_p = 1, weights g / sum g, for keys and values; sigma =
-    `width` times sum g / (sqrt(2) |S|) over the run S, of the g that sigma = 1 / sqrt(2) gives. The paper's distances
-    are of keys as they are, whose length is a model's own affair. Rotated keys are mixed as they are. Runs are those of
-    the score `Pivots` with the same settings. Source: KVMerger (2407.08454).
+    `width` times sum g / (sqrt(2) |S|) over the run S, of the g for sigma = 1 / sqrt(2). The paper's distances are of
+    unnormalised keys, whose norm depends on the model. Rotated keys are mixed as they are. The score `Pivots` with the
+    same settings defines the runs. Source: KVMerger (2407.08454).
     """
 
     width: float = 1.0
@@ -103,7 +106,7 @@ class Runs(Shares):
         return worth * jnp.exp(-distance / jnp.maximum(2 * variance, 1e-30))
 
     def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
-        """A run's members take the similarity of its first one: that of its border with the run before."""
+        """Give a run's members the similarity of its first token, which is that of the border with the run before."""
         order, run, _ = runs(ev, self.sinks, self.threshold, self.alone)
         similar = take_along(ev.columns["similar"], order, -1)
         opens = jnp.concatenate([jnp.ones_like(run[..., :1], bool), run[..., 1:] != run[..., :-1]], -1)
@@ -114,11 +117,11 @@ class Runs(Shares):
 
 @part
 class Nearest(Shares):
-    """What the first prompt loses goes into the kept token nearest in position, the older of two: each becomes the mean
-    of all.
+    """Elastic Cache: each token evicted from the first prompt goes into the kept token nearest in position.
 
-    The first `sinks` tokens take none, and nothing that comes later is merged. Rotated keys are mixed as they are.
-    Source: Elastic Cache (2407.18121).
+    Of two at equal distance it is the older; the kept token becomes the mean of all. The first `sinks` tokens take
+    none, and nothing after the first prompt is merged. Rotated keys are mixed as they are. Source: Elastic Cache
+    (2407.18121).
     """
 
     sinks: int = 4
@@ -129,6 +132,7 @@ class Nearest(Shares):
         order = ev.chronological()
         takes = kept & ev.may_go & (ev.pos >= self.sinks)
         pos, takes = (take_along(x, order, -1) for x in (ev.pos, takes))
+        # Nearest kept token before and after each token.
         index, n = jnp.broadcast_to(jnp.arange(pos.shape[-1]), pos.shape), pos.shape[-1]
         before = jax.lax.cummax(jnp.where(takes, index, -1), axis=2)
         after = jax.lax.cummin(jnp.where(takes, index, n), axis=2, reverse=True)
@@ -144,11 +148,11 @@ class Nearest(Shares):
 
 @part
 class ZeroClass(Shares):
-    """Of the evicted, the `candidates` of highest rank go to the kept token whose key is most like theirs; or nowhere.
+    """EMS: the `candidates` highest-ranked evicted tokens go into the kept token of most similar key, or nowhere.
 
-    Nowhere, the zero class, is as like as `threshold`: cosine of rotated keys. Shares are by worth, the rank at the
-    flush; a survivor's key turns and keeps its length. Tokens of the recent window take no shares. Reads the columns
-    `worth` and `k_norm`, as the score `Remembered` keeps them. Source: EMS (2412.08521), a reconstruction.
+    Nowhere, the zero class, has similarity `threshold`: cosine of rotated keys. Shares are weighted by worth, the rank
+    at the flush; a survivor's key changes direction and keeps its norm. Tokens of the recent window take no shares.
+    Reads the columns `worth` and `k_norm` of the score `Remembered`. Source: EMS (2412.08521), a reconstruction.
     """
 
     candidates: int = 64
@@ -177,19 +181,30 @@ class ZeroClass(Shares):
 
 
 def shares(merge: Shares, survivor: Array, worth: Array, k: Array, v: Array, into_k: Array, into_v: Array, none: int):
-    """What survivors become, for one row and head: (index i32[m], `none` where there is none, k, v f32[m,D]).
+    """Merge evicted tokens into survivors, for one row and head.
 
-    survivor i32[m] (-1 none) of m evicted tokens k, v [m,D], each worth f32[m] times its survivor; into_k, into_v
-    [m,D] are those survivors. Sums over segments of the evicted, sorted by survivor; nothing has the size of a tier.
+    Sums are over segments of the evicted tokens, sorted by survivor; no temporary has the size of a tier.
+
+    Args:
+        survivor: i32[m], -1 for none.
+        worth: f32[m], worth of each evicted token over that of its survivor.
+        k, v: [m,D], the evicted tokens.
+        into_k, into_v: [m,D], their survivors.
+        none: Index for no survivor.
+
+    Returns:
+        Indices i32[m] of the changed survivors, `none` for the rest, and their new k, v f32[m,D].
     """
     m = survivor.shape[0]
     s = jnp.where(survivor >= 0, survivor, none)
+    # Sort by survivor, so that each survivor is one run.
     order = jnp.argsort(s, stable=True)
     s = s[order]
     ok = (s < none)[:, None]
     k, v, into_k, into_v = (jnp.where(ok, x[order].astype(jnp.float32), 0) for x in (k, v, into_k, into_v))
     run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, bool), s[1:] != s[:-1]]).astype(jnp.int32))
     worth = jnp.where(ok[:, 0], worth[order], 0)
+    # Weights, and the weighted means of each run.
     away, length = (jnp.square(x).sum(-1) for x in (k - into_k, into_k))
     g = jnp.where(ok[:, 0], merge.weigh(away / jnp.maximum(length, 1e-30), run, worth), 0)
     first = jnp.minimum(jax.ops.segment_min(jnp.arange(m), run, m), m - 1)

@@ -1,1 +1,1 @@
-"""Prompt compression: what happens to a prompt between its prefill and the first new token."""
+"""Prefills beyond one dense pass: token pruning, deferred compression, prompt compression."""

@@ -1,4 +1,4 @@
-"""Ways to read a prompt that are more than one pass over all of its tokens in all layers."""
+"""Prefills: token pruning, quantized prefill, deferred compression and prompt compression."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 @part
 class TokenPruning(Prefill):
-    """Token pruning between layers: above `layer` (None: the last of the lower half) go the `size` best by its ranks.
+    """FastKV: token pruning between layers; only the `size` best tokens by rank go on to the layers above `layer`.
 
-    size: tokens of a row (int), or a share of them (float). Later text goes through all layers whole. Source: FastKV
-    (2502.01068).
+    Text after the prompt goes through all layers whole. Source: FastKV (2502.01068).
+
+    Attributes:
+        size: Tokens of a row (int), or a share of them (float).
+        layer: Layer whose score ranks them; None: the last layer of the lower half.
     """
 
     size: int | float
@@ -36,7 +39,7 @@ class TokenPruning(Prefill):
     splits: ClassVar[bool] = False
 
     def after(self, model: ModelConfig) -> int:
-        """The layer."""
+        """Index of the layer after which tokens are pruned."""
         return max(model.layers // 2 - 1, 0) if self.layer is None else self.layer
 
     def pruning(self, model: ModelConfig, layer: int) -> Pruning | None:
@@ -55,17 +58,17 @@ class TokenPruning(Prefill):
 
 @part
 class Coded(Prefill):
-    """In one pass, whose queries see keys and values as they will be stored: decode(encode(k)), decode(encode(v)).
+    """Quantized prefill in one pass: queries attend to decode(encode(k)), decode(encode(v)), as they will be stored.
 
-    The newest tokens, which stay exact, are seen exact. So the error of a code adds up from layer to layer over a whole
-    prompt, as papers measure it, and one forward pass of a text tells what a codec costs (`jkv eval codecs`).
+    The newest tokens, which stay exact, are read exactly. So quantization error accumulates from layer to layer over a
+    whole prompt, as papers measure it, and one forward pass of a text measures what a codec costs (`jkv eval codecs`).
     """
 
     splits: ClassVar[bool] = False
     coded: ClassVar[bool] = True
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
-        several = len(config.tiers) > 1 and config.pupils != [0]  # which has all that a prompt brings
+        several = len(config.tiers) > 1 and config.pupils != [0]  # the fitted tier holds all of a prompt
         others = {
             "several tiers, of which it is not known where a token will be": several,
             "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",
@@ -76,9 +79,9 @@ class Coded(Prefill):
 
 @part
 class Deferred(Prefill):
-    """Deferred compression: all of a prompt stays until its probe was read and its layers were asked, then one flush.
+    """Deferred compression: keep the whole prompt until probe and layer statistics are read, then flush once.
 
-    A budget that wants a statistic of the layers is divided by it. The price is a dense prompt in memory once.
+    A budget that needs a statistic of the layers is divided by it. This holds one dense prompt in memory.
     """
 
     probe: Probe | None = None
@@ -106,7 +109,7 @@ class Deferred(Prefill):
             )
 
     def __call__(self, reading: Reading) -> tuple[Any, Array]:
-        texts = reading.texts(self.probe) if self.probe else []  # refused before the prompt is read
+        texts = reading.texts(self.probe) if self.probe else []  # raises before the prompt is read
         empty = reading.empty()
         dense, logits = reading.dense()
         if self.probe:
@@ -116,10 +119,15 @@ class Deferred(Prefill):
 
 @part
 class PromptCompression(Prefill):
-    """Prompt compression: of a longer prompt `tokens` tokens are read, those that a draft finds; `then` reads them.
+    """Base of prompt compression: of a longer prompt read only the `tokens` tokens that a draft selects.
 
-    They stand next to each other, at positions of their own. The draft is the model up to its first `layers` that
-    attend (None: half of them, if nothing else is said). It sees the prompt whole.
+    The selected tokens get contiguous positions. The draft is the model truncated to its first layers, and reads the
+    whole prompt.
+
+    Attributes:
+        tokens: Tokens to read.
+        layers: Attention layers of the draft; None: half of them, unless a subclass has its own default.
+        then: Prefill that reads the selected tokens.
     """
 
     tokens: int
@@ -149,7 +157,7 @@ class PromptCompression(Prefill):
         return self.then.pruning(model, layer)
 
     def depth(self, model: ModelConfig) -> int:
-        """Layers of the draft that attend."""
+        """Attention layers of the draft."""
         return max(model.layers // 2, 1) if self.layers is None else self.layers
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
@@ -165,31 +173,35 @@ class PromptCompression(Prefill):
         return self.then(reading.of(self.shortened(reading)))
 
     def shortened(self, reading: Reading) -> list[list[int]]:
-        """The token ids of the prompts as they are read."""
+        """Token ids of the compressed prompts."""
         if max(map(len, reading.rows)) <= self.tokens:
             return reading.rows
         return [self.row(row, told) for row, told in zip(reading.rows, self.told(reading), strict=True)]
 
     def row(self, ids: list[int], score: np.ndarray) -> list[int]:
-        """The token ids of a prompt as they are read, for what the draft says of each, f[n]."""
+        """Token ids of one compressed prompt, by the draft's scores f[n]."""
         return ids if len(ids) <= self.tokens else [ids[i] for i in self.kept(score)]
 
     def told(self, reading: Reading) -> list[np.ndarray]:
-        """What the draft says of the tokens of each prompt, f[n]."""
-        raise NotImplementedError  # its own in every prompt compression
+        """The draft's scores of the tokens of each prompt, f[n]."""
+        raise NotImplementedError
 
     def kept(self, score: np.ndarray) -> list[int]:
-        """Indices, rising, of those that are read."""
-        raise NotImplementedError  # its own in every prompt compression
+        """Indices, ascending, of the tokens to read."""
+        raise NotImplementedError
 
 
 @part
 class Attended(PromptCompression):
-    """Of a longer prompt the tokens that a draft's layers look at most, with their neighbours.
+    """SpecPC: of a longer prompt read the tokens that a draft's layers attend to most, with their neighbours.
 
-    Of the draft's layers those from `first` on count (None: the upper half); it says `drafted` tokens, and its last
-    `window` queries of the prompt count more the later they are. Source: SpecPC (2506.08373), where the draft is a
-    smaller model of its own.
+    Source: SpecPC (2506.08373), where the draft is a smaller model of its own.
+
+    Attributes:
+        drafted: Draft tokens whose queries count too.
+        window: Last queries of the prompt that count, later ones more.
+        around: Tokens about each chosen one that are read with it.
+        first: First layer of the draft that counts; None: the upper half of its layers.
     """
 
     drafted: int = 1
@@ -198,7 +210,7 @@ class Attended(PromptCompression):
     first: int | None = None
 
     def counting(self, model: ModelConfig) -> range:
-        """The layers of the draft that count; it ends where they do."""
+        """Layers of the draft that count. The draft ends with the last of them."""
         layers = self.depth(model)
         return range(layers // 2 if self.first is None else self.first, layers)
 
@@ -228,13 +240,19 @@ class Attended(PromptCompression):
 
 @part
 class Recalled(PromptCompression):
-    """Of a longer prompt the tokens whose states are like those of its last `window` tokens, with their neighbours.
+    """REFORM: of a longer prompt read the tokens with states similar to its last `window` tokens', and neighbours.
 
-    s_j = max_i mean over states of cos(e_i, e_j), i of the window; then the largest within `pool` tokens. The first and
-    the last `ends` tokens are read in any case. states: (layer, kv head, "k" or "v"), keys before their rotation; of
-    none given the values of all kv heads of the draft's last layer; the draft ends with the last of them. Source:
-    REFORM (2506.01215), from notes of the paper, where the draft evicts as it reads and queries may be states too. The
-    draft is a sixth of the model by default: there values find needles best in SmolLM2-135M.
+    s_j = max_i mean over states of cos(e_i, e_j), i in the window; then the maximum within `pool` tokens. The draft
+    ends with the last layer of `states`; by default it is a sixth of the model, where values find needles best in
+    SmolLM2-135M. Source: REFORM (2506.01215), from notes of the paper, where the draft evicts as it reads and queries
+    may be states too.
+
+    Attributes:
+        window: Last tokens whose states are compared.
+        pool: Tokens of the maximum.
+        ends: First and last tokens, which are always read.
+        states: (layer, kv head, "k" or "v"), keys un-rotated. Empty: the values of all kv heads of the draft's last
+            layer.
     """
 
     window: int = 64
@@ -248,7 +266,7 @@ class Recalled(PromptCompression):
         return max(model.layers // 6, 1) if self.layers is None else self.layers
 
     def among(self, model: ModelConfig) -> tuple[tuple[int, int, str], ...]:
-        """The states, by number."""
+        """The states, with the default filled in."""
         return self.states or tuple((self.depth(model) - 1, head, "v") for head in range(model.heads))
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
@@ -277,15 +295,15 @@ class Recalled(PromptCompression):
 
 
 def _cosines(x: np.ndarray, last: int) -> np.ndarray:
-    """f[last,n] of the last of x f[n,D] and all."""
+    """f[last,n]: cosines of the last of x f[n,D] with all."""
     unit = x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-30)
     return unit[-last:] @ unit.T
 
 
 def smoothed(score: np.ndarray, most: int, ends: int, pool: int) -> list[int]:
-    """Indices, rising, of `most` of the tokens of score f[n]: the first and the last `ends`, then the best.
+    """Indices, ascending, of `most` tokens by score f[n]: the first and the last `ends`, then the best.
 
-    A score is the largest within `pool` tokens, of which it is the middle one. Source: REFORM (2506.01215).
+    A score is the maximum within `pool` tokens centred at its own. Source: REFORM (2506.01215).
 
     >>> smoothed(np.array([0, 0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=6, ends=1, pool=3)
     [0, 3, 4, 5, 8, 10]
@@ -297,15 +315,16 @@ def smoothed(score: np.ndarray, most: int, ends: int, pool: int) -> list[int]:
 
 
 def compressed(prefill: Prefill, given: PromptCompression) -> PromptCompression:
-    """The prompt compression, and then the other prefill."""
+    """Apply a prompt compression before another prefill."""
     return replace(given, then=prefill)
 
 
 def chosen(score: np.ndarray, most: int, last: int, around: int) -> list[int]:
-    """Indices, rising, of `most` of the tokens of score f[n]: the `last`, then the best, each with its neighbours.
+    """Indices, ascending, of `most` tokens by score f[n]: the last `last`, then the best, each with its neighbours.
 
-    A score is the largest of the `around` tokens about its own, one more after it than before if that is even; they
-    come along, the nearest first and the older of two, as long as there is room. Source: SpecPC (2506.08373).
+    A score is the maximum over the `around` tokens about its own, with one more after it than before if that is even.
+    These neighbours are read too, the nearest first and the older of two, while room remains. Source: SpecPC
+    (2506.08373).
 
     >>> chosen(np.array([0, 0, 0, 9, 0, 0, 0, 0, 1, 0]), most=4, last=1, around=0), chosen(np.arange(9), 4, 1, 2)
     ([0, 3, 8, 9], [5, 6, 7, 8])

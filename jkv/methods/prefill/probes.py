@@ -1,4 +1,4 @@
-"""Probes: texts that are read after a prompt, for what their queries look at."""
+"""Probes: texts that are read after a prompt, whose attention ranks the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
 
 @part
 class Pseudo(Probe):
-    """Attention from `tokens` pseudo tokens at the positions of the first answer: s_j = sum_i p[i,j], averaged over G.
+    """DapQ: attention from `tokens` pseudo tokens at the positions of the answer's start.
 
-    They are the prompt's first and last tokens, half of each: what they are matters little, where they are much. The
-    softmax is over the prompt and the pseudo tokens before. Source: DapQ (2603.11564), from notes of the paper.
+    s_j = sum_i p[i,j], averaged over G. The pseudo tokens are the prompt's first and last tokens, half of each: their
+    positions matter much, their content little. The softmax is over the prompt and the earlier pseudo tokens. Source:
+    DapQ (2603.11564), from notes of the paper.
     """
 
     tokens: int = 32
@@ -45,12 +46,12 @@ class Pseudo(Probe):
 
 @part
 class Rebuilt(Probe):
-    """The attention that a token gets at most while the model repeats the prompt, a piece of `piece` tokens at a time.
+    """KVzip: the highest attention that a token gets while the model repeats the prompt, `piece` tokens at a time.
 
-    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece, as an answer in a chat where
-    the model knows them. Of its queries,
-    s_j = max over i and G of softmax_j(q_i . k_j scale) over the first `sinks` tokens, the piece and the probe itself.
-    A model without a tokenizer gets no request in words. Source: KVzip (2505.23416).
+    A probe is a request to repeat, the last `lead` tokens before the piece, and the piece, as an answer in a chat
+    template if the model has one. Over its queries, s_j = max over i and G of softmax_j(q_i . k_j scale) over the first
+    `sinks` tokens, the piece and the probe itself. A model without a tokenizer gets no request in words. Source: KVzip
+    (2505.23416).
     """
 
     piece: int = 2048
@@ -77,9 +78,10 @@ class Rebuilt(Probe):
             there = inside | (pos < self.sinks) | (pos >= seen[:, None, None])
             return jnp.where(there[:, :, None, None], p, 0)
 
+        # Renormalise the softmax over the sinks, the piece and the probe.
         total = ev.over_keys(lambda p, q_pos, pos, index: among(p, pos).sum(-1), ev.new)
         lse = ev.new.lse + jnp.log(jnp.maximum(total, 1e-30))
-        if worth is not None:  # a weight of a query is another log-sum-exp
+        if worth is not None:  # weight a query through its log-sum-exp
             lse = lse - jnp.log(worth.query)[:, None, None]
 
         def paid(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
@@ -93,10 +95,10 @@ class Rebuilt(Probe):
 
 @part
 class Graded(Rebuilt):
-    """The same attention, times what it is worth: p[i,j] |W_hg v_j| |d sum_t |y_t|^2 / d a_i|, at most (`Worth`).
+    """KVgrad: as `Rebuilt`, weighted by its worth: max of p[i,j] |W_hg v_j| |d sum_t |y_t|^2 / d a_i| (`Worth`).
 
-    So a token counts as much as the model's last hidden states y depend on what it adds to its layer's a_i. Source:
-    KVgrad (OpenReview: cg1wTCJjjk), as its authors gave it to the field's reference library.
+    So a token counts as much as the model's last hidden states y depend on what it adds to its layer's output a_i.
+    Source: KVgrad (OpenReview: cg1wTCJjjk), as its authors gave it to the field's reference library.
     """
 
     graded: ClassVar[bool] = True
@@ -112,10 +114,10 @@ class Graded(Rebuilt):
 
 @part
 class Drafted(Probe):
-    """The most attention that a token gets from what a draft says after the prompt: s_j = max over i and G of p[i,j].
+    """SpecKV: the highest attention that a token gets from draft tokens, s_j = max over i and G of p[i,j].
 
-    i are the `tokens` tokens that the model's first `layers` layers (None: half of them) say greedily. Source: SpecKV
-    (2506.08373), where the draft is a smaller model of its own.
+    i are `tokens` tokens after the prompt that the model's first `layers` layers (None: half of them) generate
+    greedily. Source: SpecKV (2506.08373), where the draft is a smaller model of its own.
     """
 
     tokens: int = 32
@@ -138,19 +140,23 @@ class Drafted(Probe):
 
 
 def within(params: Params, text: str) -> list[int]:
-    """Token ids of text that follows a prompt; none without a tokenizer."""
+    """Token ids of a text that follows a prompt; none without a tokenizer."""
     return params.tokenizer.within(text) if params.tokenizer else []
 
 
 def answering(params: Params) -> str:
-    """What a chat template writes between the user's text and the answer; nothing without one."""
+    """Text that a chat template puts between the user's message and the answer; "" without a template."""
     if params.tokenizer is None or params.tokenizer.template is None:
         return ""
     return params.tokenizer.chat([{"role": "user", "content": AGAIN}]).rpartition(AGAIN.strip())[2]
 
 
 def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_out: str) -> None:
-    """ValueError if a prompt and what is read after it exceed the model's context."""
+    """Raise ValueError if a prompt and its probe exceed the model's context.
+
+    Args:
+        way_out: Remedy to suggest.
+    """
     longest, context = max(len(a) + len(b) for a, b in zip(rows, probes, strict=True)), params.config.context
     if longest > context:
         raise ValueError(

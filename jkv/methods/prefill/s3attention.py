@@ -1,12 +1,11 @@
-"""Prompt compression by sparse features: which spans of a text have what a question's queries look for.
+"""S3-Attention: prompt compression by sparse features of the question's queries.
 
-A sparse autoencoder of a kv head says which few of F features a key, or a query, has:
+A sparse autoencoder of each kv head maps a key, or a query, to a few of F features:
 
     z = relu((x - centre) encode' + bias), of which the `active` largest count;  x ~ z decode + centre
 
-Keys and queries are those before their rotation. Both have the features of one dictionary, so that a feature's number
-means the same in a query as in a key; each has a centre and a bias of its own, as their means differ. Source:
-S3-Attention (2601.17702), from its abstract.
+Keys and queries are un-rotated. Both share one dictionary, so that a feature means the same in a query as in a key;
+each has its own centre and bias, because their means differ. Source: S3-Attention (2601.17702), from its abstract.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
     from jkv.models.rope import Rope
 
 METHOD = "s3attention"
-KEYS, QUERIES = 0, 1  # whose centre, whose bias
+KEYS, QUERIES = 0, 1  # index into `centre` and `bias`
 
 
 @value
 class Dictionary:
-    """The autoencoders of the kv heads of N layers: encode, decode f[N,H,F,D], centre f[N,H,2,D], bias f[N,H,2,F].
+    """Autoencoders of the kv heads of N layers: encode, decode f[N,H,F,D], centre f[N,H,2,D], bias f[N,H,2,F].
 
-    layers: the numbers of the N layers, rising; active: features of a key or a query. A head's own has no axes [N,H].
+    layers: indices of the N layers, ascending; active: features of a key or a query. One head's part has no axes [N,H].
     """
 
     encode: Array
@@ -52,22 +51,22 @@ class Dictionary:
     axes: ClassVar = dict(encode="NHFD", decode="NHFD", centre=["N", "H", 2, "D"], bias=["N", "H", 2, "F"])
 
     def features(self, x: Array, of: int) -> Array:
-        """z f32[n,F] of a head's keys or queries x f[n,D]; all but the `active` largest are 0."""
+        """z f32[n,F] of a head's keys or queries (`of`) x f[n,D]; all but the `active` largest are 0."""
         z = jax.nn.relu((x.astype(jnp.float32) - self.centre[of][None]) @ self.encode.T + self.bias[of][None])
         least = jax.lax.top_k(z, self.active)[0][:, -1:]
         return jnp.where(z >= least, z, 0)
 
     def restored(self, z: Array, of: int) -> Array:
-        """f32[n,D]: the keys or queries that have these features."""
+        """f32[n,D]: reconstruct keys or queries (`of`) from their features."""
         return z @ self.decode + self.centre[of][None]
 
 
 def relevance(own: Dictionary, k: Array, q: Array, ranked: Array, asked: Array) -> Array:
-    """f32[T]: what the features of a head's keys k f[T,D] are worth to its queries q f[n,D]; 0 if not ranked bool[T].
+    """f32[T]: relevance of a head's keys k f[T,D] to its queries q f[n,D], by features; 0 unless ranked bool[T].
 
     s_t = sum over f of z_tf w_f, w_f = log(T' / T_f) sum over asked i of z_if
 
-    T' keys are ranked, and T_f of them have the feature: one that all have is worth nothing.
+    T' keys are ranked, and T_f of them have the feature: a feature of all keys is worth nothing.
     """
     z = jnp.where(ranked[:, None], own.features(k, KEYS), 0)
     wanted = jnp.where(asked[:, None], own.features(q, QUERIES), 0).sum(0)
@@ -80,10 +79,17 @@ def relevance(own: Dictionary, k: Array, q: Array, ranked: Array, asked: Array) 
 def shares(
     gate: Dictionary, k: list[Array], q: list[Array], pos: Array, at: Array, end: Array, ropes: tuple[Rope, ...]
 ) -> Array:
-    """f32[B,T]: of the relevance of all tokens each one's share, a mean over layers and heads, which weigh the same.
+    """f32[B,T]: each token's share of the total relevance, averaged over layers and heads.
 
-    Of each layer k f[B,H,T,D] at pos i32[B,T], q f[B,H,G,n,D] at i32[B,n], and the rope that turned them. Tokens before
-    end i32[B] are ranked, and queries from there on ask. One head after another is in memory.
+    Tokens before `end` are ranked, and queries from there on ask. One head at a time is in memory.
+
+    Args:
+        k: For each layer, f[B,H,T,D].
+        q: For each layer, f[B,H,G,n,D].
+        pos: i32[B,T], positions of the keys.
+        at: i32[B,n], positions of the queries.
+        end: i32[B].
+        ropes: The rope that rotated each layer.
     """
     ranked, asked = (pos >= 0) & (pos < end[:, None]), (at >= 0) & (at >= end[:, None])
 
@@ -107,13 +113,19 @@ def shares(
 
 @part
 class Featured(trained_weights.Bearer, PromptCompression):
-    """Of a longer prompt the last `window` tokens, and the spans whose keys have the features of their queries.
+    """S3-Attention: read the last `window` tokens, and the spans whose keys share features with their queries.
 
-    A span of `span` tokens is worth what its tokens' shares are together, and its BM25 for the last tokens, each scaled
-    to [0,1] over the prompt's spans: (1 - lexical) features + lexical words. As many whole spans as `tokens` has room
-    for are read, of those that share no token the ones that are worth the most together. gate: the dictionary, or None:
-    that which comes with jkv; the draft ends with the last of its layers. Source: S3-Attention (2601.17702), from its
-    abstract, where an index of features is kept on the host; a prompt is asked once, so here none is.
+    A span of `span` tokens is worth the sum of its tokens' shares, and its BM25 for the last tokens, each scaled to
+    [0,1] over the prompt's spans: (1 - lexical) features + lexical words. As many disjoint whole spans as fit into
+    `tokens` are read, with the largest total. Source: S3-Attention (2601.17702), from its abstract, where an index of
+    features is kept on the host; here a prompt is asked once, so no index is kept.
+
+    Attributes:
+        window: Last tokens, the question.
+        span: Tokens of a span.
+        lexical: Weight of BM25.
+        gate: The dictionary, or None: shipped with jkv for the model. The draft ends with its last layer.
+        models: Fingerprints of the models that the dictionary was trained for.
     """
 
     window: int = 64
@@ -147,7 +159,7 @@ class Featured(trained_weights.Bearer, PromptCompression):
             )
 
     def told(self, reading: Reading) -> list[np.ndarray]:
-        """What each span before the last `window` tokens is worth, f[S]; nothing of a prompt with no such span."""
+        """Worth f[S] of each span before the last `window` tokens; empty for a prompt without spans."""
         gate, model = self.weights, reading.params.config
         config = CacheConfig(score=WindowMass(queries=self.window))
         draft = reading.draft(reading.params.first(self.depth(model)), config).dense()[0]
@@ -159,7 +171,7 @@ class Featured(trained_weights.Bearer, PromptCompression):
         return [self.worth(ids, share[live]) for ids, share, live in each]
 
     def worth(self, ids: list[int], share: np.ndarray) -> np.ndarray:
-        """f64[S]: of the spans before the last `window` tokens of a prompt, of each token's share f[n]."""
+        """f64[S]: worth of the spans before the last `window` tokens of a prompt, from each token's share f[n]."""
         text, asked = ids[: -self.window], ids[-self.window :]
         features, words = sums(share[: len(text)], self.span), bm25(np.array(text, int), asked, self.span)
         return (1 - self.lexical) * scaled(features) + self.lexical * scaled(words)

@@ -1,4 +1,4 @@
-"""Spans of a text: what their tokens are worth together, which words of a question they have, and the best of them.
+"""Spans of a text: sums of token scores, BM25, and the best disjoint spans.
 
 A span is `width` neighbours; the i-th begins at token i, so n tokens have n - width + 1 spans, which overlap.
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-SATURATION = 1.5  # of BM25: how soon a word that comes again counts no more
+SATURATION = 1.5  # BM25's k, how fast repeated words saturate
 
 
 def sums(x: np.ndarray, width: int) -> np.ndarray:
-    """f64[n-width+1]: of x f[n] over each span; none of fewer than `width` tokens.
+    """f64[n-width+1]: sum of x f[n] over each span; empty for fewer than `width` tokens.
 
     >>> sums(np.array([1, 2, 3, 4]), 2).tolist(), sums(np.array([1]), 2).tolist()
     ([3.0, 5.0, 7.0], [])
@@ -23,12 +23,14 @@ def sums(x: np.ndarray, width: int) -> np.ndarray:
 
 
 def bm25(ids: np.ndarray, asked: Iterable[int], width: int) -> np.ndarray:
-    """f64[S]: BM25 of the S spans of ids i[n], each a document whose words are its tokens, for the tokens `asked`.
+    """f64[S]: BM25 of the S spans of ids i[n] for the query tokens `asked`.
+
+    A span is a document and its tokens are the words.
 
     s = sum over different words w of log(1 + (S - S_w + 1/2) / (S_w + 1/2)) c_w (k + 1) / (c_w + k)
 
-    c_w: how often a span has the word, S_w: spans that have it, k: SATURATION. The documents are equally long, so
-    their length takes no part. Source: BM25, as S3-Attention (2601.17702) adds it to features.
+    c_w: occurrences of the word in a span, S_w: spans that contain it, k: SATURATION. Documents have equal length, so
+    no length normalisation is needed. Source: BM25, as S3-Attention (2601.17702) adds it to features.
     """
     total = np.zeros(max(len(ids) - width + 1, 0))
     for word in dict.fromkeys(asked):
@@ -40,7 +42,7 @@ def bm25(ids: np.ndarray, asked: Iterable[int], width: int) -> np.ndarray:
 
 
 def scaled(x: np.ndarray) -> np.ndarray:
-    """From 0 for the least of x f[n] to 1 for the most; 0 where all are equal.
+    """Scale x f[n] to [0, 1], from its minimum to its maximum; 0 where all are equal.
 
     >>> scaled(np.array([2.0, 4.0, 3.0])).tolist(), scaled(np.ones(2)).tolist()
     ([0.0, 1.0, 0.5], [0.0, 0.0])
@@ -50,10 +52,10 @@ def scaled(x: np.ndarray) -> np.ndarray:
 
 
 def disjoint(score: np.ndarray, count: int, width: int) -> list[int]:
-    """First tokens, rising, of the `count` spans of score f[S] that share no token and are worth the most together.
+    """First tokens, ascending, of the `count` disjoint spans of score f[S] with the largest total.
 
-    t_j[e] = max(t_j[e-1], t_j-1[e-width] + score[e-width]): the most of j spans among the first e tokens, t_0 = 0.
-    There are at least count * width tokens.
+    t_j[e] = max(t_j[e-1], t_j-1[e-width] + score[e-width]): the best total of j spans among the first e tokens, t_0 =
+    0. There must be at least count * width tokens.
 
     >>> disjoint(np.array([0, 5, 6, 5, 0]), 1, 2), disjoint(np.array([0, 5, 6, 5, 0]), 2, 2)
     ([2], [1, 3])

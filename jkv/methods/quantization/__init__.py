@@ -1,4 +1,4 @@
-"""How bytes are kept."""
+"""Codecs: how keys and values are stored."""
 
 from jkv.methods.quantization.dense import Dense
 from jkv.methods.quantization.float4 import Float4

@@ -1,4 +1,4 @@
-"""Channels of unequal size, each stretch of them in so many bits as it is worth."""
+"""KVTC's bit allocation: more bits for stretches of channels with more variance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from jkv.methods.quantization.lookup import LLOYD_MAX, lloyd_max
 from jkv.methods.quantization.rotation import there
 from jkv.protocols import Code, Codec
 
-STRETCH = 8  # channels
-# The mean square error of N(0, 1) in so many bits, which each more lessens by less.
+STRETCH = 8  # channels of a stretch
+# Mean square error of N(0, 1) by number of bits. Each further bit gains less.
 LOSS = {0: 1.0, 1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0035, 6: 0.00104, 8: 0.00009}
 
 
 def allotted(variances: np.ndarray, bits: int) -> tuple[int, ...]:
-    """Bits of the channels of each stretch, `bits` of them together, that leave the least of f64[stretches].
+    """Allocate bits to stretches greedily, to minimize the error of variances f64[stretches].
+
+    Args:
+        bits: Sum over the stretches of the bits per channel.
+
+    Returns:
+        Bits per channel of each stretch.
 
     >>> allotted(np.array([64.0, 8, 1, 1]), 5)
     (3, 2, 0, 0)
@@ -43,11 +49,16 @@ def allotted(variances: np.ndarray, bits: int) -> tuple[int, ...]:
 
 @part
 class Allotted(Codec):
-    """y[j] ~ s d[j] t[code[j]], s = |y| / |d|, t the levels of N(0, 1) in as many bits as the stretch of j has.
+    """KVTC: channels in stretches with their own number of bits, scaled by their deviations.
 
-    d f[L,H,W]: deviations of the channels. bits: of each stretch of 8 channels: Lloyd-Max levels up to 4 bits, equally
-    spaced ones of 5, 6 and 8; a stretch of 0 bits is 0. Slots: codes, and s. Source: KVTC (2511.01815), which keeps a
-    shift and a scale of each stretch, where this keeps s of a token.
+    y[j] ~ s d[j] t[code[j]], s = |y| / |d|, t the levels of N(0, 1) in the bits of j's stretch: Lloyd-Max levels up to
+    4 bits, equally spaced ones of 5, 6 and 8; a stretch of 0 bits is 0. Slots hold the codes and s. Source: KVTC
+    (2511.01815), which stores a shift and a scale per stretch, where this stores s per token.
+
+    Attributes:
+        bits: Bits of each stretch of 8 channels.
+        deviation: d f[L,H,W], deviations of the channels.
+        scale_dtype: Type of s.
     """
 
     bits: tuple[int, ...] = ()
@@ -65,7 +76,7 @@ class Allotted(Codec):
             )
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Bits and channels of neighbours that have equal bits."""
+        """(bits, channels) of each run of neighbouring stretches with equal bits."""
         return [(bits, STRETCH * len([*run])) for bits, run in groupby(self.bits)]
 
     def _sizes(self) -> Array:
@@ -94,7 +105,7 @@ class Allotted(Codec):
 
 
 def _nearest(unit: Array, bits: int) -> Array:
-    """Codes uint8 of the levels nearest to f32."""
+    """Codes uint8 of the levels nearest to f32 numbers."""
     if bits in LLOYD_MAX:
         table = lloyd_max(bits)
         borders: Sequence[float] = [float(b) for b in (table[1:] + table[:-1]) / 2]
@@ -104,7 +115,7 @@ def _nearest(unit: Array, bits: int) -> Array:
 
 
 def _level(packed: Array, bits: int) -> Array:
-    """f32 levels of codes."""
+    """f32 levels of packed codes."""
     code = jnp.concatenate(fields(packed, bits), 1)
     if bits in LLOYD_MAX:
         return select(code, jnp.asarray(lloyd_max(bits)))

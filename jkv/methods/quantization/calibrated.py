@@ -1,4 +1,4 @@
-"""Codecs made of the moments of a model's keys and values, which `jkv calibrate moments` measures."""
+"""Codecs fitted on the moments of a model's keys and values, which `jkv calibrate moments` measures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 C = TypeVar("C", bound="Calibrated")
-Side = Literal["keys", "plain", "values"]  # keys after and before their rotation by position
+Side = Literal["keys", "plain", "values"]  # "keys": rotated, "plain": un-rotated keys
 SIDES: tuple[Side, ...] = ("keys", "plain", "values")
-METHOD, SMALL = "moments", "alike"  # all arrays but those of this name are written in float32
+METHOD, SMALL = "moments", "alike"  # all arrays are written in float32, except arrays of this name
 AXES = dict(mean="LHD", deviation="LHD", low="LHD", high="LHD", least="LHD", most="LHD", alike="LT")
 
 
 def packed(x: np.ndarray) -> np.ndarray:
-    """Symmetric [...,D,D] as the [...,D(D+1)/2] of its upper triangle."""
+    """The upper triangle [...,D(D+1)/2] of symmetric matrices [...,D,D]."""
     return x[..., *np.triu_indices(x.shape[-1])]
 
 
 def unpacked(x: np.ndarray, dim: int) -> np.ndarray:
-    """The inverse.
+    """Symmetric matrices [...,D,D] from their upper triangle, the inverse of `packed`.
 
     >>> unpacked(packed(np.array([[1, 2], [2, 3]])), 2).tolist()
     [[1, 2], [2, 3]]
@@ -40,17 +40,17 @@ def unpacked(x: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _pairs(x: np.ndarray) -> int:
-    """Of the channels of all heads, of an array [L,H,D], with themselves and each other."""
+    """Number of channel pairs of all heads of an array [L,H,D], including each channel with itself."""
     channels = x[0].size
     return channels * (channels + 1) // 2
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of every layer, kv head and channel, f32[L,H,D]: mean, deviation, percentiles (low 0.5, high 99.5), extremes.
+    """Statistics of rotated keys, un-rotated keys and values, per layer, kv head and channel, f32[L,H,D].
 
-    They are of keys, un-rotated keys and values; alike f16[L,HD(HD+1)/2] holds the correlations of all channels of all
-    heads, and queries_most the largest |q| of a kv head's queries, rotated.
+    mean, deviation, percentiles (low 0.5, high 99.5) and extremes (least, most). alike f16[L,HD(HD+1)/2] holds the
+    correlations of all channels of all heads, and queries_most the largest |q| of a kv head's rotated queries.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -60,12 +60,12 @@ class Moments:
         return self.arrays[f"{side}_{name}"]
 
     def together(self, side: Side, name: str, heads: int) -> np.ndarray:
-        """f64[L,H/g,gD]: one of the arrays [L,H,D], the channels of g heads side by side."""
+        """f64[L,H/g,gD]: one of the arrays [L,H,D], with the channels of g heads side by side."""
         x = self.of(side, name).astype(np.float64)
         return x.reshape(len(x), -1, heads * x.shape[-1])
 
     def covariance(self, side: Side, heads: int = 1) -> np.ndarray:
-        """f64[L,H/g,gD,gD], of g heads at a time."""
+        """f64[L,H/g,gD,gD]: covariance of the channels of g heads at a time."""
         deviation = self.together(side, "deviation", heads)
         layers, groups, dim = deviation.shape
         alike = unpacked(self.of(side, "alike").astype(np.float64), groups * dim)
@@ -74,7 +74,11 @@ class Moments:
 
     @classmethod
     def read(cls, folder: str) -> Moments:
-        """FormatError for what `jkv calibrate moments` did not write."""
+        """Read the moments of a folder.
+
+        Raises:
+            FormatError: `jkv calibrate moments` did not write the folder.
+        """
         arrays, card = trained_weights.read(folder, METHOD)
         axes = {f"{side}_{name}": x for side in SIDES for name, x in AXES.items()} | {"queries_most": "LHD"}
         if not trained_weights.fit(arrays, axes) or arrays["keys_alike"].shape[1] != _pairs(arrays["keys_mean"]):
@@ -83,7 +87,7 @@ class Moments:
 
 
 class Calibrated:
-    """A codec whose arrays are made of moments: of a folder, or when it is bound to a model that jkv has some of."""
+    """Base of codecs with arrays fitted on moments, of a folder or shipped with jkv for the model."""
 
     models: tuple[str, ...]
 
@@ -92,10 +96,15 @@ class Calibrated:
         return True
 
     def given(self, moments: Moments) -> Self:
-        raise NotImplementedError  # its own in every codec
+        """Return this codec with arrays fitted on the moments."""
+        raise NotImplementedError
 
     def fitted(self, params: Params) -> Self:
-        """ValueError for a model that they are not of, or that none come for."""
+        """Return this codec with arrays for the model.
+
+        Raises:
+            ValueError: The arrays are of another model, or none come with jkv for this one.
+        """
         if self.models:
             trained_weights.check(self.models, params)
             return self
@@ -103,13 +112,13 @@ class Calibrated:
 
 
 def made(folder: str | None, own: C) -> C:
-    """The codec with the arrays of a folder, if there is one."""
+    """Fit a codec on the moments of a folder; without a folder return it unchanged."""
     return own if folder is None else own.given(Moments.read(folder))
 
 
 @part
 class Centered(Calibrated, Rotated):
-    """`Rotated` about the mean that keys or values of each layer and head have; keys have a large one."""
+    """`Rotated` about the mean of the keys or values of each layer and head; keys have a large mean."""
 
     side: Side = "keys"
     models: tuple[str, ...] = ()
@@ -123,9 +132,9 @@ class Centered(Calibrated, Rotated):
 
 @part
 class Principal(Calibrated, Projected):
-    """The principal channels of the covariance: of all bases of so many (`share` of D), that which loses the least.
+    """MatryoshkaKV: principal channels of the covariance, a `share` of D; the basis of that size that loses least.
 
-    Source: the start of MatryoshkaKV (2410.14731), which then trains the bases.
+    Source: the initialization of MatryoshkaKV (2410.14731), which then trains the bases.
     """
 
     share: float
@@ -133,7 +142,7 @@ class Principal(Calibrated, Projected):
     models: tuple[str, ...] = ()
 
     def kept(self, dim: int) -> int:
-        """Channels."""
+        """Number of principal channels."""
         return round(self.share * dim)
 
     def check(self, dim: int) -> None:
@@ -156,9 +165,9 @@ class Principal(Calibrated, Projected):
 
 @part
 class Equalised(Calibrated, Balanced):
-    """`Balanced` by b = sqrt(max |q| / max |k|) of each channel, so queries and keys have the same extremes.
+    """MiKV: `Balanced` by b = sqrt(max |q| / max |k|) per channel, so that queries and keys have equal extremes.
 
-    Source: MiKV (2402.18096), which takes them of a prompt.
+    Source: MiKV (2402.18096), which takes the extremes of a prompt.
     """
 
     models: tuple[str, ...] = ()
@@ -175,9 +184,9 @@ class Equalised(Calibrated, Balanced):
 
 @part
 class Sorted(Calibrated, Permuted):
-    """Channels in the order of their mean square, so that those of one block are of like size.
+    """K-sort: channels in the order of their mean square, so that a block's channels are of similar size.
 
-    Source: 2403.20137, which takes the norms of their weights.
+    Source: 2403.20137, which takes the norms of the weights.
     """
 
     models: tuple[str, ...] = ()

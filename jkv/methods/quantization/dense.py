@@ -1,4 +1,4 @@
-"""Keys and values as they are."""
+"""Uncompressed keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jkv.protocols import Code, Codec, KernelCodes
 
 @part
 class Dense(Codec):
-    """Floats of the cache's own dtype: exact."""
+    """Floats of the cache's own dtype, exact."""
 
     exact = True
 

@@ -1,4 +1,4 @@
-"""Floats of four bits, with a scale of eight for a few of them."""
+"""NVFP4: four-bit floats with an eight-bit scale per group of channels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from jkv.arrays.pytree import part
 from jkv.methods.quantization.groups import shared
 from jkv.protocols import Code, Codec
 
-SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of E2M1, by code; 8 more is below 0
+SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # magnitudes of E2M1 by code; bit 3 of a code is the sign
 SCALES = "float8_e4m3fn"
 
 
 @part
 class Float4(Codec):
-    """x ~ scale * s * e2m1(x / (scale * s)), s = max |x| / (6 scale) of `group` channels of a token, itself an E4M3.
+    """NVFP4: x ~ scale * s * e2m1(x / (scale * s)), s = max |x| / (6 scale) of `group` channels of a token, an E4M3.
 
-    Both are rounded to the nearest, halves to even. s is 2^-9 to 448: blocks whose largest number is below scale / 171
-    are 0, and above 2688 scale it saturates. 4.5 bits a number. Source: NVFP4, with its scale of a tensor as `scale`.
+    Both are rounded to the nearest, halves to even. s is in 2^-9 to 448: groups whose largest number is below scale /
+    171 become 0, and numbers above 2688 scale saturate. 4.5 bits a number. Source: NVFP4, with its per-tensor scale as
+    `scale`.
     """
 
     group: int = 16
@@ -44,7 +45,7 @@ class Float4(Codec):
         wide = s.astype(jnp.float32)[..., None]
         unit = (y / jnp.where(wide > 0, wide, 1)).reshape(x.shape)
         code = 8 * (unit < 0).astype(jnp.uint8)
-        for i, border in enumerate((SIZES[1:] + SIZES[:-1]) / 2):  # at a border the even code is taken
+        for i, border in enumerate((SIZES[1:] + SIZES[:-1]) / 2):  # at a border take the even code
             size = jnp.abs(unit)
             code = code + ((size >= border) if i % 2 else (size > border)).astype(jnp.uint8)
         return Code(slots=(pack(code, 4), bits_of(s)))
@@ -55,7 +56,7 @@ class Float4(Codec):
     def parts(self, code: Code) -> list[Array]:
         packed, s = code.slots
         s = floats(s, SCALES).astype(jnp.float32)
-        s = jnp.where(jnp.isfinite(s), s, 0) * self.scale  # of the dead
+        s = jnp.where(jnp.isfinite(s), s, 0) * self.scale  # dead slots may hold anything
         parts, table = fields(packed, 4), jnp.asarray(np.concatenate([SIZES, -SIZES]))
         wide = jnp.repeat(s, parts[0].shape[1] * len(parts) // s.shape[1], 1)
         return [select(y, table) * z for y, z in zip(parts, jnp.split(wide, len(parts), 1), strict=True)]

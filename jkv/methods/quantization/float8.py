@@ -1,4 +1,4 @@
-"""Floats of eight bits."""
+"""Eight-bit floats."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 @part
 class Float(Codec):
-    """x ~ scale * float8(x / scale), saturated: |x| beyond scale * 448 (e4m3) or 57344 (e5m2) is that.
+    """x ~ scale * f8(x / scale), saturated at scale * 448 (e4m3) or scale * 57344 (e5m2).
 
-    e4m3: off by 1/16 of x at most where |x| >= scale / 64; e5m2: by 1/8, from scale / 2**14 on. No metadata: 8 bits a
-    number. Bits that are no finite number, which only dead slots have, decode to 0.
+    Relative error: at most 1/16 where |x| >= scale / 64 for e4m3; at most 1/8 where |x| >= scale / 2**14 for e5m2. No
+    metadata: 8 bits a number. Bits that are not a finite number, which only dead slots have, decode to 0.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"

@@ -1,4 +1,4 @@
-"""Integers, the largest and smallest numbers beside them, and a low rank of what is then still missing."""
+"""GEAR: integers, plus a low-rank term of their error, plus exact outliers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jkv.protocols import Code
 
 @part
 class Gear(Grouped):
-    """x ~ y + q p: y is `inner` with outliers put back, q p of `rank` is the best that power iteration finds of x - y.
+    """GEAR: x ~ y + q p, y from `inner` with outliers restored, q p of `rank` fitted to x - y by power iteration.
 
-    Of `group` tokens, coded, moved and dropped together (grain = group): q [group,r] orthonormal, p [r,D]. Outliers:
+    `group` tokens are coded, moved and dropped together (grain = group): q [group,r] orthonormal, p [r,D]. Outliers are
     the floor(outliers / 2 * n) largest and smallest numbers, at least one each, of every vector of n that has a scale
     (a channel of the group, or a token); `inner` sees their vector's mean in their place. With rank=0 and outliers=0 it
     is `inner`. Source: GEAR (2403.05527), which factors a prompt as one group and counts outliers over all heads.
@@ -37,7 +37,7 @@ class Gear(Grouped):
 
     @property
     def channels(self) -> bool:
-        """Whether a scale is a channel's, and not a token's."""
+        """Whether scales are per channel instead of per token."""
         return self.inner.axis == "channel"
 
     def aside(self, n: int) -> int:
@@ -73,11 +73,15 @@ class Gear(Grouped):
         return Code(slots=(*slots, (q.reshape(len(x), -1),)), grains=(*grains, (p.reshape(len(y), -1),)))
 
     def _aside(self, y: Array) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-        """y [m,group,D] with means for outliers, and these: what each token has of them, and what all share.
+        """Take the outliers out of y [m,group,D].
 
-        A channel's are shared, their places numbers of tokens; so each token has its own number.
+        A channel's outliers are stored for the group, with the numbers of their tokens, so each token also stores its
+        own number.
+
+        Returns:
+            y with means in place of the outliers, what each token stores of the outliers, and what the group stores.
         """
-        turn = (lambda a: a.swapaxes(1, 2)) if self.channels else (lambda a: a)  # vectors last, and back
+        turn = (lambda a: a.swapaxes(1, 2)) if self.channels else (lambda a: a)  # vectors on the last axis, and back
         x = turn(y)
         n, k = x.shape[2], self.aside(x.shape[2])
         if not k:
@@ -105,7 +109,7 @@ class Gear(Grouped):
         return x + low.reshape(x.shape)
 
     def _restored(self, x: Array, mine: tuple[Array, ...], shared: tuple[Array, ...]) -> Array:
-        """x [n,D] with the outliers in their places."""
+        """x [n,D] with the outliers put back in their places."""
         place, value = shared if self.channels else mine
         m, d = place.shape[0], x.shape[1]
         own = mine[0].reshape(m, -1, 1) if self.channels else jnp.arange(d, dtype=jnp.uint8)[None, None]
@@ -117,7 +121,7 @@ class Gear(Grouped):
 
 
 def factors(x: Array, rank: int, rounds: int) -> tuple[Array, Array]:
-    """q [m,n,rank], orthonormal, and p [m,rank,D] = q' x: q p is near the best of that rank for x [m,n,D]."""
+    """Low-rank factors of x [m,n,D] by power iteration: q [m,n,rank] orthonormal and p [m,rank,D] = q' x."""
     start = np.random.default_rng(0).standard_normal((x.shape[2], rank)).astype(np.float32)
     p = jnp.broadcast_to(jnp.asarray(start), (x.shape[0], *start.shape))
     q = jnp.zeros((*x.shape[:2], rank))

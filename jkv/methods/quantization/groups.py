@@ -1,4 +1,4 @@
-"""Codecs of several tokens at once, and channels that share a scale."""
+"""Groups of tokens that are coded together, and groups of channels that share a scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jkv.protocols import Codec
 
 
 class Widest(int):
-    """A default of how many channels share a scale: the largest divisor of a head's width that is not above it.
+    """Default number of channels that share a scale: the largest divisor of a head's width up to this number.
 
     >>> [Widest(32).of(dim) for dim in (16, 64, 80, 100)]
     [16, 32, 20, 25]
@@ -18,7 +18,9 @@ class Widest(int):
 
 
 def shared(group: int, dim: int) -> int:
-    """Channels of `dim` that share a scale: the group that was given, which may not divide them, or the default's.
+    """Channels of `dim` that share a scale: `group` as given (0: all), or the divisor that a `Widest` default picks.
+
+    A given group need not divide `dim`.
 
     >>> shared(32, 80), shared(32, 16), shared(0, 80), shared(Widest(32), 80)
     (32, 16, 80, 20)
@@ -33,7 +35,7 @@ class Grouped(Codec):
     group: int = 32
 
     @property
-    def grain(self) -> int:  # a constant of most codecs
+    def grain(self) -> int:  # a class attribute in most codecs
         return self.group
 
     def check(self, dim: int) -> None:

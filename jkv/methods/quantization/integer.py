@@ -15,15 +15,15 @@ from jkv.arrays.pytree import part
 from jkv.methods.quantization.groups import shared
 from jkv.protocols import Code, Codec, KernelCodes
 
-# Of equally spaced levels, those that keep N(0, 1) best.
+# Step of the equally spaced levels with the least mean square error for N(0, 1), by number of bits.
 STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
 
 
 @cache
 def best_share(bits: int, group: int) -> float:
-    """Of the range of so many normal numbers, what equally spaced levels span that keep them best; 1 at most.
+    """Share of the range of `group` normal numbers that equally spaced levels of `bits` should span, at most 1.
 
-    Their largest is about the quantile (group - 3/8) / (group + 1/4).
+    It minimizes the mean square error. The largest of the numbers is about the quantile (group - 3/8) / (group + 1/4).
 
     >>> [round(best_share(bits, group), 2) for bits, group in ((2, 64), (2, 128), (3, 64), (4, 64))]
     [0.64, 0.58, 0.88, 1.0]
@@ -34,15 +34,22 @@ def best_share(bits: int, group: int) -> float:
 
 @part
 class Affine(Codec):
-    """Integers of 2, 3, 4 or 8 bits in groups: code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
+    """KIVI: integers of 2, 3, 4 or 8 bits, one scale and low per group of tokens or channels.
 
-    axis "token": a group is `group` channels (0: all) of one token, scale and low live in the slot (grain 1).
-    axis "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
-    Low and scale are kept as the bits of their floats, low rounded down and scale up, and codes are rounded against
-    what is kept: no number is off by more than half a scale. A constant group has scale 0 and decodes to its value, as
-    far as `scale_dtype` can say it. clip: min and max are this share of what they are, and what lies beyond saturates;
-    None: the share that is best for normal numbers, as they are behind a rotation (`best_share`). Sources: KIVI
-    (2402.02750) for both axes, RotateKV (2501.16383) for clip.
+    code = round((x - low) / scale), scale = (max - min) / (2**bits - 1).
+
+    Low and scale are stored as the bits of their floats, low rounded down and scale up, and codes are rounded against
+    the stored values: no number is off by more than half a scale. A constant group has scale 0 and decodes to its
+    value, to the precision of `scale_dtype`. Sources: KIVI (2402.02750) for both axes, RotateKV (2501.16383) for clip.
+
+    Attributes:
+        bits: Bits of a code.
+        axis: "token": a group is `group` channels (0: all) of one token, scale and low are in the slot (grain 1).
+            "channel": a group is `group` tokens of one channel, coded, moved and dropped together (grain = group).
+        group: Size of a group.
+        clip: Share of min and max that codes span; numbers beyond saturate. None: the best share for normal numbers, as
+            they are after a rotation (`best_share`).
+        scale_dtype: Type of low and scale.
     """
 
     bits: int = 8
@@ -52,7 +59,7 @@ class Affine(Codec):
     scale_dtype: str = "bfloat16"
 
     @property
-    def grain(self) -> int:  # a constant of most codecs
+    def grain(self) -> int:  # a class attribute in most codecs
         return self.group if self.axis == "channel" else 1
 
     @property
@@ -76,7 +83,7 @@ class Affine(Codec):
             )
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
-        """x [n,D] with its groups on one axis of their own, and that axis."""
+        """x [n,D] with its groups on an axis of their own, and that axis."""
         n, d = x.shape
         if self.axis == "channel":
             return x.reshape(n // self.group, self.group, d), 1
@@ -104,7 +111,7 @@ class Affine(Codec):
         packed, *scales = self._stored(code)
         parts, tokens = fields(packed, self.bits), packed.shape[0] // scales[0].shape[0]
         n, d = parts[0].shape
-        shared = gcd(d, d * len(parts) // scales[0].shape[1])  # channels of one part that have one scale
+        shared = gcd(d, d * len(parts) // scales[0].shape[1])  # channels of one part that share a scale
         wide = [jnp.repeat(x.astype(jnp.float32), d * len(parts) // shared // x.shape[1], 1) for x in scales]
         step, low = (jnp.split(x[:, None, :, None], len(parts), 2) for x in wide)
         parts = [y.reshape(-1, tokens, d // shared, shared) for y in parts]

@@ -1,4 +1,4 @@
-"""Levels between two ends, those that matter most for a model, and the few numbers beyond them beside."""
+"""KVQuant: non-uniform levels weighted by sensitivity, with exact outliers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from jkv.arrays.pytree import leaf, part
 from jkv.methods.quantization.rotation import there
 from jkv.protocols import Code, Codec
 
-WIDTHS = (2, 3, 4)  # bits that tables are made for
-BINS = 4096  # of a distribution of numbers from -1 to 1
+WIDTHS = (2, 3, 4)  # bits of the tables that calibration makes
+BINS = 4096  # bins of a histogram of numbers in [-1, 1]
 ROUNDS = 50
 
 
 def places() -> np.ndarray:
-    """f64[BINS]: the middle of each bin."""
+    """f64[BINS]: centre of each bin."""
     return (np.arange(BINS) + 0.5) * 2 / BINS - 1
 
 
 def spread(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """f64[BINS]: the weights of numbers from -1 to 1, together in each bin; others are left out."""
+    """f64[BINS]: histogram of numbers x in [-1, 1] with these weights; others are left out."""
     inside = np.abs(x) <= 1
     at = np.minimum(((x[inside] + 1) * (BINS / 2)).astype(int), BINS - 1)
     return np.bincount(at, weights[inside], BINS)
 
 
 def levels(weights: np.ndarray, bits: int) -> np.ndarray:
-    """f64[2**bits], ascending: k-means of numbers in bins, f64[BINS] their weights; the start is their quantiles.
+    """f64[2**bits], ascending: weighted k-means of the bins with weights f64[BINS], initialized with quantiles.
 
     >>> bool(np.allclose(levels(np.ones(BINS), 2), [-0.75, -0.25, 0.25, 0.75], atol=1e-3))
     True
     """
     x, n = places(), 2**bits
-    weights = weights + 1e-9 * max(weights.sum(), 1e-30) / BINS  # a bin without numbers has a place too
+    weights = weights + 1e-9 * max(weights.sum(), 1e-30) / BINS  # keep empty bins in place
     table = np.interp((np.arange(n) + 0.5) / n, np.cumsum(weights) / weights.sum(), x)
     for _ in range(ROUNDS):
         near = np.searchsorted((table[1:] + table[:-1]) / 2, x)
@@ -50,13 +50,15 @@ def levels(weights: np.ndarray, bits: int) -> np.ndarray:
 
 @part
 class NonUniform(Codec):
-    """x ~ middle + half t[code], t f[L,H,2**bits] in [-1, 1]; what lies farthest out is kept exact, as in bfloat16.
+    """KVQuant: x ~ middle + half t[code], t f[L,H,2**bits] in [-1, 1]; outliers are stored exactly, in bfloat16.
 
-    A token has 2k outliers, k = floor(outliers / 2 * D) + 1: for each a byte that says which channel, and what it has
-    beyond t's end if it is beyond, else 0. Relative to middle and half they are those farthest out, on whichever side
-    ("distance"), or the k largest and the k smallest ("rank"). middle and half are those of a channel (low, high
-    f[L,H,D]: its ends), or where there are none those of the token: its ends are the (k + 1)th number from either side.
-    Source: KVQuant (2401.18079), whose outliers, by rank, and ends of a token are of all heads together.
+    A token has 2k outliers, k = floor(outliers / 2 * D) + 1. Each stores a byte for its channel and its excess beyond
+    t's end, 0 if it is not beyond. The 2k outliers, relative to middle and half, are the numbers farthest from the
+    middle on either side (by "distance"), or the k largest and the k smallest (by "rank"). middle and half are per
+    channel, from its ends low and high f[L,H,D]; without low and high they are per token, whose ends are its (k + 1)th
+    numbers from either side.
+
+    Source: KVQuant (2401.18079), where outliers (by rank) and the ends of a token are of all heads together.
     """
 
     bits: int = 3
@@ -117,7 +119,7 @@ class NonUniform(Codec):
         return Code(slots=(pack(code, self.bits), ends, self._beside(y, unit, middle, half, table)))
 
     def _beside(self, y: Array, unit: Array, middle: Array, half: Array, table: Array) -> tuple[Array, ...]:
-        """Channels uint8[n,2k] of the outliers of y [n,D], and what they have beyond t's ends."""
+        """Channels uint8[n,2k] of the outliers of y [n,D], and their excess beyond t's ends."""
         k, d = self.aside(y.shape[1]), y.shape[1]
         if not k:
             return ()

@@ -1,4 +1,4 @@
-"""Values that are a part of the keys, as those of a latent are."""
+"""Values that are part of the keys, as with MLA's latents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jkv.protocols import Code, Codec
 
 @part
 class Within(Codec):
-    """Values that are the last channels of their keys, from `first` on, and have no code of their own."""
+    """Values that are the last channels of their keys, from `first` on, without a code of their own."""
 
     within = True
 

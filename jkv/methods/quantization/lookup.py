@@ -1,4 +1,4 @@
-"""Numbers as entries of a small table: x ~ s * table[code]; and integers whose steps are powers of two."""
+"""Codecs by a small table, x ~ s * table[code], and block floating point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jkv.arrays.pytree import part
 from jkv.methods.quantization.groups import shared
 from jkv.protocols import Code, Codec, KernelCodes
 
-# Of N(0, 1), by its least mean square error; those above 0, which mirror the others.
+# Positive levels with the least mean square error for N(0, 1), by number of bits; the others mirror them.
 LLOYD_MAX = {
     1: (0.797885,),
     2: (0.452780, 1.510418),
@@ -23,10 +23,10 @@ LLOYD_MAX = {
 
 
 def lloyd_max(bits: int) -> np.ndarray:
-    """f32[2**bits], ascending: the levels that keep normal numbers of unit variance best, as bfloat16 has them.
+    """f32[2**bits], ascending: Lloyd-Max levels of normal numbers of unit variance, rounded to bfloat16.
 
-    So a product with a level rounds nothing, in whatever dtype a kernel multiplies; the mean square error is at most
-    0.02% above the least.
+    Rounded so that a product with a level is exact in any dtype in which a kernel multiplies; the mean square error is
+    at most 0.02% above the optimum.
 
     >>> [float(x) for x in lloyd_max(1)]
     [-0.796875, 0.796875]
@@ -37,11 +37,16 @@ def lloyd_max(bits: int) -> np.ndarray:
 
 @part
 class Levels(Codec):
-    """x ~ s t[code], s = |x| / sqrt(g) of each stretch of g channels, t the Lloyd-Max levels of N(0, 1).
+    """TurboQuant: x ~ s t[code], s = |x| / sqrt(g) per stretch of g channels, t the Lloyd-Max levels of N(0, 1).
 
-    Channels that a random rotation has mixed are nearly normal, of the variance s^2 that their token has. `unbiased`: s
-    is instead such that <x, decoded> = |x|^2, so a logit of x with itself does not shrink. group: g, or 0: all. Source:
-    TurboQuant (2504.19874).
+    Channels mixed by a random rotation are nearly normal, with the variance s^2 of their token. Source: TurboQuant
+    (2504.19874).
+
+    Attributes:
+        bits: Bits of a code.
+        group: g, or 0: all channels.
+        unbiased: Choose s such that <x, decoded> = |x|^2 instead, so that a logit of x with itself does not shrink.
+        scale_dtype: Type of s.
     """
 
     bits: int = 2
@@ -95,8 +100,8 @@ class Levels(Codec):
 class Bfp(Codec):
     """Block floating point: x ~ m 2^(e - mantissa + 2), |m| < 2^(mantissa - 1), e = floor(log2 max |x|) of a block.
 
-    A block is `block` channels of one token. Slots: m as an unsigned integer, and the power of the step in a byte. A
-    block of zeros has step 2^-127. Source: 2403.20137, a reconstruction (no code was released).
+    A block is `block` channels of one token. Slots hold m as an unsigned integer, and the exponent of the step in a
+    byte. A block of zeros has step 2^-127. Source: 2403.20137, a reconstruction (no code was released).
     """
 
     mantissa: int = 4

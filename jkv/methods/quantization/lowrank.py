@@ -1,4 +1,4 @@
-"""Low ranks of all heads together: keys and values as a few numbers that the heads share."""
+"""Low-rank codecs: keys and values of several heads as one shared latent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from jkv.methods.quantization.rotation import Projected, there
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
 
-LEAST = 1e-6  # of the largest eigenvalue: what is less is rounding
-STEP = 8  # ranks come in multiples of it, as packed bytes and Hadamard matrices need them
+LEAST = 1e-6  # share of the largest eigenvalue below which an eigenvalue is rounding error
+STEP = 8  # ranks are multiples of this, for packed bytes and Hadamard matrices
 
 
-ALL = 8  # kv heads, where all are coded together and no model says how many: of what is said of a row alone
+ALL = 8  # number of kv heads to assume for `heads=0` where no model is given
 
 
 def together(heads: int, all_heads: int) -> int:
-    """Kv heads that are coded together: so many, or all where there are fewer, or for 0.
+    """Number of kv heads that are coded together: `heads`, or all where there are fewer, or for 0.
 
-    Raises ValueError for a number that does not divide them.
+    Raises:
+        ValueError: The number does not divide the kv heads.
 
     >>> together(4, 8), together(4, 3), together(0, 8)
     (4, 3, 8)
@@ -39,7 +40,7 @@ def together(heads: int, all_heads: int) -> int:
 
 
 def rank(share: float, dim: int) -> int:
-    """That share of `dim` channels, to the nearest multiple of STEP, at least one.
+    """A share of `dim` channels, to the nearest multiple of STEP, at least one STEP.
 
     >>> rank(0.5, 192), rank(0.01, 192), rank(1, 20)
     (96, 8, 20)
@@ -49,12 +50,13 @@ def rank(share: float, dim: int) -> int:
 
 @part
 class LowRank(Calibrated, Projected):
-    """x ~ U S^1/2 y, y = S^-1/2 U' x of the channels of `heads` kv heads side by side, S U of their second moment.
+    """Palu, CSKV: one low-rank latent of `heads` kv heads side by side, x ~ U S^1/2 y, y = S^-1/2 U' x.
 
-    sum x x' / n = U S^2 U', of which the `share` W of the gD channels with the largest S are kept, f[L,H/g,gD,W]; None:
-    as many as a head has. Of all maps to W numbers and back this loses the least of |x|^2; the numbers of y have the
-    variances S. It is what Palu (2407.21118) makes of W_k L, L L' the second moment of the inputs, where the loss of
-    CSKV (2409.10593) is least, and the heads that g heads become in 2406.07056. heads: as `together`.
+    sum x x' / n = U S^2 U' is the second moment, of which the `share` W of the gD channels with the largest S are kept,
+    f[L,H/g,gD,W]; share None: as many as one head has. Of all maps to W numbers and back this loses least of |x|^2; the
+    numbers of y have the variances S. This is what Palu (2407.21118) makes of W_k L, L L' the second moment of the
+    inputs, the optimum of the loss of CSKV (2409.10593), and the single head that g heads become in 2406.07056. heads:
+    as in `together`.
     """
 
     share: float | None
@@ -100,7 +102,7 @@ class LowRank(Calibrated, Projected):
         return replace(self, basis=basis, size=size, models=moments.models)
 
     def _rank(self, every: int, heads: int) -> int:
-        """Numbers of so many channels of so many heads."""
+        """Kept channels of `every` channels of `heads` heads."""
         return every // heads if self.share is None else rank(self.share, every)
 
     def bound(self, params: Params) -> Self:

@@ -1,4 +1,4 @@
-"""Two layers' keys or values as one direction and two norms."""
+"""MiniCache: keys or values of two layers as one direction and two norms."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jkv.protocols import Code, Codec
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-MOST = 255  # tokens that stay apart: a byte says which
+MOST = 255  # tokens that are kept unmerged, because one byte indexes them
 SMALL = 1e-6
 
 
 def between(u: Array, w: Array, t: float) -> Array:
-    """f32[...,D]: (sin((1 - t) a) u + sin(t a) w) / sin(a) of unit vectors at the angle a, of length 1.
+    """Spherical interpolation (sin((1 - t) a) u + sin(t a) w) / sin(a) of unit vectors f32[...,D] at angle a.
 
     >>> [f"{x:.4f}" for x in between(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]), 0.6)]
     ['0.5878', '0.8090']
@@ -44,12 +44,21 @@ def unit(x: Array) -> tuple[Array, Array]:
 
 @part
 class Merged(Codec):
-    """x_i ~ n_i e / |e|: of two layers one direction e = `between`(x_0 / |x_0|, x_1 / |x_1|, t), and the norm of each.
+    """MiniCache: two layers share one direction e per token and keep their own norms, x_i ~ n_i e / |e|.
 
-    inner keeps e, and the lower layer holds it with both norms. Of each head the `kept` tokens of a prompt whose two
-    directions differ most stay as they are, in each layer its own, f[B,H,kept,D]. The pairs are (first, first + 1),
-    (first + 2, first + 3), ...; first is even, or None: where the upper half begins. Other layers keep floats.
-    Source: MiniCache (2405.14366), whose retention is a share of the angles' range.
+    e = `between`(x_0 / |x_0|, x_1 / |x_1|, t). The lower layer of a pair holds e, coded by `inner`, with both norms.
+    Per head, the `kept` tokens of a prompt whose two directions differ most stay unmerged in both layers,
+    f[B,H,kept,D]. Source: MiniCache (2405.14366), whose retention is a share of the angles' range.
+
+    Attributes:
+        inner: Codec of e.
+        t: Weight of the interpolation.
+        kept: Tokens of a prompt that stay unmerged.
+        first: Lower layer of the first pair, an even number; pairs are (first, first + 1), (first + 2, first + 3), ...
+            None: about half of the layers. Other layers keep floats.
+        heads: Layers side by side while a pair is encoded.
+        own: Index, within the pair, of the layer that reads.
+        apart: The unmerged tokens.
     """
 
     taught = True
@@ -59,8 +68,8 @@ class Merged(Codec):
     t: float = 0.6
     kept: int = 64
     first: int | None = None
-    heads: int = 1  # as they are encoded, the layers of a pair: side by side
-    own: int = 0  # of the layers of a pair, the one that reads
+    heads: int = 1  # layers of a pair, side by side while they are encoded
+    own: int = 0  # index, within the pair, of the layer that reads
     apart: Array | None = leaf(default=None)
 
     @property

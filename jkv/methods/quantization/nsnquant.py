@@ -1,4 +1,4 @@
-"""Vectors of unit scale and no mean, eight channels by an entry of a codebook that serves every model."""
+"""NSNQuant: normalized, Hadamard-rotated vectors in a codebook that serves every model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from jkv.methods.quantization.groups import Grouped
 from jkv.methods.quantization.integer import Affine
 from jkv.protocols import Code
 
-DTYPE = "float16"  # of the second scale, of which 12 bits are kept
+DTYPE = "float16"  # type of the second scale, of which 12 bits are stored
 
 
 @part
 class Nsn(Grouped):
-    """x = s1 (s2 z + o): s1 = |x| / sqrt(D), o the mean of x / s1 over `group` tokens, |z| = sqrt(D); y = z H.
+    """NSNQuant: x = s1 (s2 z + o), normalized so that a codebook of N(0, I) codes y = z H, 8 channels at a time.
 
-    H is the Hadamard matrix / sqrt(D). Eight channels of y are the nearest of 256 entries (bits=1), or of |y| and the
-    eight signs (bits=2): y'. s2 is kept times (y . y) / (y . y'), so that x' is right along y. s1 in 4 bits, with a
-    scale for the group, and o too, with one for 32 channels; tokens of a group are coded, moved and dropped together
-    (grain = group). s2 is a float16 that leaves s1 its sign, which no size has, and the last three bits. The codebooks
-    are k-means of N(0, I) (`codebook`). Source: NSNQuant (2505.18231), which keeps s2 whole, and rotates z of keys
-    before it is coded: here keys are coded before the rotation, o and z alike.
+    s1 = |x| / sqrt(D), o the mean of x / s1 over `group` tokens, |z| = sqrt(D), H the Hadamard matrix / sqrt(D). Eight
+    channels of y become y', the nearest of 256 entries (bits=1), or of 256 entries for |y|, plus eight signs (bits=2).
+    s2 is stored times (y . y) / (y . y'), so that x' is exact along y. s1 is stored in 4 bits with a scale for the
+    group, and o too, with a scale for 32 channels; tokens of a group are coded, moved and dropped together (grain =
+    group). s2 is a float16 without its sign and its last three bits, whose place s1 takes. The codebooks are k-means of
+    N(0, I) (`codebook`).
+
+    Source: NSNQuant (2505.18231), which stores s2 whole, and rotates z of keys by position before it is coded; here o
+    and z are both of un-rotated keys.
     """
 
     bits: int = 2
@@ -49,12 +52,12 @@ class Nsn(Grouped):
 
     @property
     def scales(self) -> Affine:
-        """How s1 is kept."""
+        """Codec of s1."""
         return Affine(bits=4)
 
     @property
     def means(self) -> Affine:
-        """How o is kept."""
+        """Codec of o."""
         return Affine(bits=4, group=32)
 
     def encode(self, x: Array) -> Code:
@@ -73,7 +76,10 @@ class Nsn(Grouped):
         return Code(slots=(code, joined(s2, unpack(packed, 4).reshape(n, 1))), grains=(o.slots, tuple(scale)))
 
     def _nearest(self, y: Array) -> tuple[Array, tuple[Array, ...]]:
-        """Entries uint8[n,D/8] for y [n,D/8,8] of one group, whose distances to all exist at once; and signs."""
+        """Entries uint8[n,D/8], and signs, of y [n,D/8,8] of one group.
+
+        All distances of the group are in memory at once.
+        """
         entries = jnp.asarray(codebook(self.bits == 1))
         z = y if self.bits == 1 else jnp.abs(y)
         index = (z @ entries.T - (entries * entries).sum(1)[None, None] / 2).argmax(-1).astype(jnp.uint8)
@@ -83,7 +89,7 @@ class Nsn(Grouped):
         return index, (bits.sum(-1, dtype=jnp.uint8),)
 
     def _entries(self, index: Array, *signs: Array) -> Array:
-        """y' [n,D]."""
+        """y' [n,D] of entries and signs."""
         y = jnp.asarray(codebook(self.bits == 1)).at[index.astype(jnp.int32)].get(mode="clip")
         if signs:
             bits = (signs[0][..., None] >> jnp.arange(WIDTH, dtype=jnp.uint8)[None, None]) & 1
@@ -115,14 +121,15 @@ class Nsn(Grouped):
 
 
 def joined(size: Array, code: Array) -> Array:
-    """uint16 of sizes f32, to 8 bits, and of whole numbers below 16."""
+    """Pack sizes f32, to 8 bits of precision, and integers below 16 into uint16."""
     bits = bits_of(jnp.maximum(size, 0).astype(DTYPE))
-    near = jnp.minimum(bits, 0x7BFF - 4) + 4  # the largest that is finite; half of what the three bits tell apart
+    # Round at the three dropped bits by adding half of their range, and stay finite.
+    near = jnp.minimum(bits, 0x7BFF - 4) + 4
     return (near & 0x7FF8) >> 3 | code.astype(jnp.uint16) << 12
 
 
 def apart(x: Array) -> tuple[Array, Array]:
-    """The inverse.
+    """Unpack sizes f32 and integers, the inverse of `joined`.
 
     >>> [float(y) for y in apart(joined(jnp.float32(1.5), jnp.float32(9)))]
     [1.5, 9.0]
@@ -131,12 +138,12 @@ def apart(x: Array) -> tuple[Array, Array]:
 
 
 def over(x: Array, y: Array) -> Array:
-    """x / y, and 0 where y is."""
+    """x / y, and 0 where y is 0."""
     return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
 
 
 def hadamard(n: int) -> Array:
-    """f32[n,n], orthonormal and symmetric, n a power of two.
+    """f32[n,n]: the orthonormal symmetric Hadamard matrix, n a power of two.
 
     >>> (hadamard(2) * 2**0.5).round().tolist()
     [[1.0, 1.0], [1.0, -1.0]]

@@ -1,4 +1,4 @@
-"""Uniform integers of values whose channels differ in size: x ~ channel scale * (code * step + low)."""
+"""ZipCache's channel-separable quantization: x ~ channel scale * (code * step + low)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jkv.protocols import Code
 
 @part
 class Separable(Grouped):
-    """x[t,j] = c[j] * y[t,j], c[j] = sqrt(max over t of |x[t,j]|); y in integers, one step and low a token.
+    """ZipCache: x[t,j] = c[j] * y[t,j], c[j] = sqrt(max over t of |x[t,j]|), y in integers.
 
-    c is of `group` tokens that are coded, moved and dropped together (grain = group), so that tokens of one head need
-    no scale made before they came. Scales, of square roots, are far from both ends of what float16 holds. Source:
-    ZipCache (2405.14256), whose c is of the whole prompt.
+    y has one step and low per token. c is of `group` tokens that are coded, moved and dropped together (grain = group),
+    so a token never waits for a scale of the whole prompt. Scales are square roots, far from both ends of float16's
+    range. Source: ZipCache (2405.14256), whose c is of the whole prompt.
     """
 
     bits: int = 4
@@ -50,5 +50,5 @@ class Separable(Grouped):
     def parts(self, code: Code) -> list[Array]:
         parts = self.inner.parts(Code(slots=code.slots))
         c = floats(code.grains[0], self.scale_dtype).astype(jnp.float32)
-        c = jnp.repeat(c, code.slots[0].shape[0] // c.shape[0], 0)  # of a few picked tokens, a scale each
+        c = jnp.repeat(c, code.slots[0].shape[0] // c.shape[0], 0)  # of a few selected tokens, one scale each
         return [y * x for y, x in zip(parts, jnp.split(c, len(parts), 1), strict=True)]

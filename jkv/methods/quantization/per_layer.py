@@ -1,4 +1,4 @@
-"""A codec for each layer: its own choice of several."""
+"""A codec chosen for each layer among several."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @part
 class Planned(Codec):
-    """Layer l keeps what `choices[which[l]]` keeps; of a plan that was measured for `models`.
+    """Store layer l by `choices[which[l]]`.
 
-    The choices code each layer and head alone and learn of no prompt. No `which`: there is no plan yet, and every layer
-    would take the first.
+    `models` are the fingerprints of the models that the plan was measured for. The choices code each layer and head by
+    itself and are not fitted on prompts. Empty `which`: no plan yet, and every layer would take the first choice.
     """
 
     choices: tuple[Codec, ...] = leaf(default=(Affine(bits=4, group=Widest(32)),))
@@ -30,10 +30,11 @@ class Planned(Codec):
 
     @property
     def used(self) -> tuple[Codec, ...]:
+        """The choices that some layer takes; without a plan the first."""
         return tuple(self.choices[i] for i in sorted({*self.which})) or self.choices[:1]
 
     @property
-    def grain(self) -> int:  # constants of most codecs
+    def grain(self) -> int:  # class attributes in most codecs
         return lcm(*(codec.grain for codec in self.choices))
 
     @property

@@ -1,4 +1,4 @@
-"""Codecs that a prompt teaches: subspaces and steps of its own keys."""
+"""SVDq, ShadowKV, xKV: codecs fitted on each prompt, with subspaces and steps of its own keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BITS = (0, 1, 2, 3, 4, 8)
 
 @part
 class Stretches(Codec):
-    """Integers of channels in stretches of equal width, each with its own bits, the steps those of a prompt.
+    """SVDq: integers in equally wide stretches of channels, each with its own bits; steps are fitted on a prompt.
 
     x_d ~ low_d + code (high_d - low_d) / (2**bits - 1), low_d and high_d the extremes of channel d over the prompt;
-    what lies beyond saturates; 0 bits: x_d ~ 0. A token has its codes alone. low, step f[L,H,D].
+    numbers beyond saturate; 0 bits: x_d ~ 0. A token stores its codes only. low, step f[L,H,D].
     """
 
     taught = True
@@ -60,6 +60,7 @@ class Stretches(Codec):
         return replace(self, low=low, step=(high - low) / levels)
 
     def _widths(self, dim: int) -> Iterator[tuple[int, int]]:
+        """(bits, channels) of each stretch."""
         return ((b, dim // len(self.bits)) for b in self.bits)
 
     def encode(self, x: Array) -> Code:
@@ -85,12 +86,18 @@ class Stretches(Codec):
 
 @part
 class OfPrompt(Projected):
-    """x ~ mean + U y, U the first principal directions of a prompt, of `heads` kv heads of `layers` layers together.
+    """SVDq, ShadowKV, xKV: x ~ mean + U y, U the first principal directions of a prompt.
 
-    U' sum (x - mean)(x - mean)' U is diagonal and descending. width: directions W, or 0: a `share` of the channels;
-    centered: about the prompt's mean, else about 0. Each row has its own U f[gD,W] and mean, in the dtype of its keys
-    or values, for the tokens that its prompt brought; of several layers y is one code, and U in each has the rows of
-    its own heads.
+    U' sum (x - mean)(x - mean)' U is diagonal and descending. Each row has its own U f[gD,W] and mean, in the dtype of
+    its keys or values, for the tokens of its prompt. Of several layers y is one code, and each layer's U has the rows
+    of its own heads.
+
+    Attributes:
+        width: Directions W, or 0: a `share` of the channels.
+        share: Share of the channels, if `width` is 0.
+        heads: Kv heads that are coded together; 0: all.
+        layers: Layers that are coded together.
+        centered: About the prompt's mean, else about 0.
     """
 
     taught = True

@@ -1,4 +1,4 @@
-"""Keys as radius and angle of each pair of channels that rotate together."""
+"""PolarQuant: keys as radius and angle of each pair of channels that rotate together."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from jkv.arrays.pytree import part
 from jkv.methods.quantization.groups import Grouped
 from jkv.protocols import Code
 
-PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code that share bytes with others
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # widths of the planes into which a code's bits are packed
 
 
 @part
 class Polar(Grouped):
-    """(x[j], x[j + D/2]) = rho (cos phi, sin phi): rho in `radius` bits, phi in `angle` bits, per pair of channels.
+    """PolarQuant: (x[j], x[j + D/2]) = rho (cos phi, sin phi), rho in `radius` bits and phi in `angle` bits.
 
     code = floor((y - low) / step), step = (max - low) / 2**bits, and y ~ low + (code + 1/2) step: off by step / 2 at
-    most, for rho and for phi. phi is in one turn from where the circle is cut: at the widest gap between the angles of
-    a pair ("gap"), so that no cluster of them lies on both ends, or at 0 ("zero"), as its authors cut it. low and step
-    are of `group` tokens, coded, moved and dropped together (grain = group), and codes are made against what is kept of
-    them. Where all are equal, step is 0 and they are exact. Source: PolarQuant (NeurIPS 2025).
+    most, for rho and for phi. low and step are of `group` tokens, coded, moved and dropped together (grain = group),
+    and codes are computed from the stored low and step. Where all numbers are equal, step is 0 and they are exact.
+    Source: PolarQuant (NeurIPS 2025).
+
+    Attributes:
+        radius: Bits of rho.
+        angle: Bits of phi.
+        group: Tokens that share low and step.
+        cut: Where phi's turn begins: "gap": at the widest gap between the angles of a pair, so that no cluster of them
+            is split; "zero": at 0, as its authors cut it.
+        scale_dtype: Type of low and step.
     """
 
     radius: int = 4
@@ -79,7 +86,7 @@ class Polar(Grouped):
 
 
 def unrolled(phi: Array) -> Array:
-    """phi f32[m,t,n] in [0, 2 pi), and 2 pi more for those in front of the widest gap of a group's t: one stretch.
+    """Add 2 pi to angles f32[m,t,n] in [0, 2 pi) before the widest gap among a group's t, so that none wraps.
 
     >>> [round(float(x), 2) for x in unrolled(jnp.array([[[0.5], [6.0], [1.0]]])).ravel()]
     [6.78, 6.0, 7.28]
@@ -91,7 +98,7 @@ def unrolled(phi: Array) -> Array:
 
 
 def planes(bits: int) -> list[tuple[int, int]]:
-    """(bits, place of the lowest) of the parts of a code that are packed by themselves.
+    """(bits, position of the lowest) of the parts of a code that are packed separately.
 
     >>> planes(3), planes(4)
     ([(2, 0), (1, 2)], [(4, 0)])

@@ -1,4 +1,4 @@
-"""Codes of another basis: x ~ mean + back(what the inner codec keeps of into(x - mean))."""
+"""Codecs in another basis: x ~ mean + back(y), y the inner codec's approximation of into(x - mean)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @part
 class Turned(Codec):
-    """x ~ mean + back(y), y ~ into(x - mean) as `inner` keeps it; back is linear, and `ask` is its transpose.
+    """Base of codecs in another basis: x ~ mean + back(y), y ~ into(x - mean) as `inner` stores it.
 
-    So q . x = ask(q) . y + q . mean and sum w x = back(sum w y) + (sum w) mean: queries and sums of values pass the
-    basis once, and slots stay in it. mean f[L,H,D], or None: 0.
+    back is linear and `ask` is its transpose, so q . x = ask(q) . y + q . mean and sum w x = back(sum w y) + (sum w)
+    mean: queries and sums of values are transformed once, and slots stay in the basis. mean f[L,H,D], or None: 0.
     """
 
     inner: Codec = leaf(default=Affine(bits=4))
@@ -33,18 +33,18 @@ class Turned(Codec):
 
     def into(self, x: Array) -> Array:
         """f[n,W] of f[n,D]."""
-        raise NotImplementedError  # its own in every basis
+        raise NotImplementedError
 
     def back(self, y: Array) -> Array:
         """f[n,D] of f[n,W]."""
-        raise NotImplementedError  # its own in every basis
+        raise NotImplementedError
 
     def ask(self, q: Array) -> Array:
-        """f[N,W] with ask(q) . y == q . back(y); of orthonormal columns it is `into`."""
+        """f[N,W] with ask(q) . y == q . back(y); equal to `into` for orthonormal columns."""
         return self.into(q)
 
     @property
-    def by_head(self) -> bool:  # a constant of most codecs
+    def by_head(self) -> bool:  # a class attribute in most codecs
         return self.inner.by_head
 
     @property
@@ -66,11 +66,11 @@ class Turned(Codec):
         return None if self.mean is None else self.mean.astype(jnp.float32)
 
     def coordinates(self, x: Array) -> Array:
-        """f[n,W]: what the inner codec keeps of x f[n,D]."""
+        """f[n,W]: input of the inner codec for x f[n,D]."""
         wide = x.astype(jnp.float32)
         mean = self._mean
         y = self.into(wide if mean is None else wide - mean[None])
-        return y.astype(x.dtype) if self.inner.exact else y  # what keeps floats keeps those of x
+        return y.astype(x.dtype) if self.inner.exact else y  # an exact inner codec stores the dtype of x
 
     def encode(self, x: Array) -> Code:
         return self.inner.encode(self.coordinates(x))
@@ -112,11 +112,11 @@ class Turned(Codec):
 
 @part
 class Rotated(Turned):
-    """y = H S x: S turns random signs, H is the orthonormal Hadamard of each stretch of channels, 2^a the most in D.
+    """TurboQuant, RotateKV: y = H S x, S random signs, H the orthonormal Hadamard matrix per stretch of channels.
 
-    A channel that is large at every token is spread over all of a stretch, so codes with a scale for many channels
-    waste none on it. signs: the seed of S, or None: S = 1. Source: TurboQuant (2504.19874) with signs, RotateKV
-    (2501.16383) without.
+    A stretch has 2^a channels, the largest power of two that divides D. A channel that is large at every token is
+    spread over its stretch, so that codes with one scale for many channels waste no range on it. signs: seed of S, or
+    None: S = 1. Sources: TurboQuant (2504.19874) with signs, RotateKV (2501.16383) without.
     """
 
     signs: int | None = 0
@@ -138,7 +138,7 @@ class Rotated(Turned):
 
 @cache
 def rotation(dim: int, signs: int | None) -> np.ndarray:
-    """f32[D,D], orthogonal: y = x @ it.
+    """f32[D,D], orthogonal: y = x @ rotation.
 
     >>> (rotation(2, None) * 2**0.5).round(3).tolist()
     [[1.0, 1.0], [1.0, -1.0]]
@@ -151,12 +151,12 @@ def rotation(dim: int, signs: int | None) -> np.ndarray:
 
 
 def _product(x: Array, matrix: Array | np.ndarray) -> Array:
-    """In float32 on every platform: TPUs would round to bfloat16 what the codes then round once more."""
+    """Matrix product in float32 on every platform; TPUs would round to bfloat16 before the codec rounds again."""
     return jnp.einsum("nd,de->ne", x, jnp.asarray(matrix, jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def there(x: Array | None) -> Array:
-    """ValueError with the way out, for an array that was not made yet."""
+    """Return x. If it is None, raise ValueError with the ways to make the codec's arrays."""
     if x is None:
         raise ValueError(
             "a codec's arrays are made of the model: give moments='FOLDER', as `jkv calibrate moments` writes it, or "
@@ -167,7 +167,7 @@ def there(x: Array | None) -> Array:
 
 @part
 class Projected(Turned):
-    """y = U' (x - mean), U f[L,H,D,W] of orthonormal columns: W of D channels are kept."""
+    """y = U' (x - mean), U f[L,H,D,W] with orthonormal columns: W of D channels are kept."""
 
     basis: Array | None = leaf(default=None)
 
@@ -199,7 +199,7 @@ class Permuted(Turned):
 
 @part
 class Balanced(Turned):
-    """y = b x, b f[L,H,D] positive: keys whose channels differ in size are made alike, and queries are asked / b."""
+    """y = b x, b f[L,H,D] positive: equalizes the sizes of a key's channels; queries are divided by b."""
 
     factor: Array | None = leaf(default=None)
 

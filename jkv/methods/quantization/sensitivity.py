@@ -1,4 +1,4 @@
-"""Codecs made of what a model depends on most, which `jkv calibrate sensitivity` measures."""
+"""KVTC, KVQuant: codecs fitted on a model's sensitivity, which `jkv calibrate sensitivity` measures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 C = TypeVar("C", bound="Weighed")
-Side = Literal["plain", "values"]  # un-rotated keys
+Side = Literal["plain", "values"]  # "plain": un-rotated keys
 SIDES: tuple[Side, ...] = ("plain", "values")
-METHOD, SMALL = "sensitivity", "alike"  # all arrays but those of this name are written in float32
+METHOD, SMALL = "sensitivity", "alike"  # all arrays are written in float32, except arrays of this name
 AXES: dict[str, tuple[str | int, ...]] = {
     **{f"{side}_{name}": ("L", "H", "D") for side in SIDES for name in ("mean", "deviation")},
     **{f"{side}_{SMALL}": ("L", "H", "T") for side in SIDES},
@@ -33,12 +33,12 @@ AXES: dict[str, tuple[str | int, ...]] = {
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Of un-rotated keys and values: mean and deviation of every layer, kv head and channel, f32[L,H,D].
+    """Weighted statistics of un-rotated keys and values.
 
-    A token weighs as much as the attention that it is paid, and the first 4 of a text nothing. alike
-    f16[L,H,D(D+1)/2] holds the correlations of a head. plain_low, plain_high are the percentiles 0.5 and 99.5, of
-    tokens that weigh alike; plain_table3, values_table3 f32[L,8], and those of 2 and 4 bits, `nonuniform.levels` by
-    squared gradients of the loss.
+    mean and deviation of every layer, kv head and channel, f32[L,H,D]: a token's weight is the attention that it gets,
+    and 0 for the first 4 of a text. alike f16[L,H,D(D+1)/2] holds the correlations of a head. plain_low, plain_high are
+    the percentiles 0.5 and 99.5 with equal weights; plain_table3, values_table3 f32[L,8], and the tables of 2 and 4
+    bits, are `kvquant.levels` weighted by squared gradients of the loss.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -48,14 +48,18 @@ class Sensitivity:
         return self.arrays[f"{side}_{name}"]
 
     def covariance(self, side: Side) -> np.ndarray:
-        """f64[L,H,D,D]."""
+        """f64[L,H,D,D]: weighted covariance of each head."""
         deviation = self.of(side, "deviation").astype(np.float64)
         alike = unpacked(self.of(side, SMALL).astype(np.float64), deviation.shape[-1])
         return alike * deviation[..., :, None] * deviation[..., None, :]
 
     @classmethod
     def read(cls, folder: str) -> Sensitivity:
-        """FormatError for what `jkv calibrate sensitivity` did not write."""
+        """Read the sensitivity of a folder.
+
+        Raises:
+            FormatError: `jkv calibrate sensitivity` did not write the folder.
+        """
         arrays, card = trained_weights.read(folder, METHOD)
         if not trained_weights.fit(arrays, AXES):
             raise trained_weights.unlike(folder, arrays, METHOD)
@@ -63,7 +67,7 @@ class Sensitivity:
 
 
 class Weighed:
-    """A codec whose arrays are made of a folder's `Sensitivity`, or when it is bound to a model that jkv has one of."""
+    """Base of codecs with arrays fitted on a `Sensitivity`, of a folder or shipped with jkv for the model."""
 
     models: tuple[str, ...]
 
@@ -72,10 +76,15 @@ class Weighed:
         return True
 
     def given(self, found: Sensitivity) -> Self:
-        raise NotImplementedError  # its own in every codec
+        """Return this codec with arrays fitted on the sensitivity."""
+        raise NotImplementedError
 
     def fitted(self, params: Params) -> Self:
-        """ValueError for a model that it is not of, or that none comes for."""
+        """Return this codec with arrays for the model.
+
+        Raises:
+            ValueError: The arrays are of another model, or none come with jkv for this one.
+        """
         if self.models:
             trained_weights.check(self.models, params)
             return self
@@ -83,17 +92,17 @@ class Weighed:
 
 
 def weighed(folder: str | None, own: C) -> C:
-    """The codec with the arrays of a folder, if there is one."""
+    """Fit a codec on the sensitivity of a folder; without a folder return it unchanged."""
     return own if folder is None else own.given(Sensitivity.read(folder))
 
 
 @part
 class Transformed(Weighed, Projected):
-    """All principal channels, and of each stretch of 8 so many bits as it is worth: `bits` of a channel on average.
+    """KVTC: all principal channels, in stretches of 8 with their own number of bits, `bits` per channel on average.
 
-    The bits of a stretch are those of all layers and heads, by the mean of its shares of their variances. centered:
-    about the mean; or the channels of the mean square. Source: KVTC (2511.01815), which joins layers and heads in one
-    basis, and codes integers by their entropy.
+    The bits of a stretch are the same in all layers and heads, allocated by the mean of its shares of their variances.
+    centered: about the mean, else the principal channels of the mean square. Source: KVTC (2511.01815), which joins
+    layers and heads in one basis, and entropy-codes the integers.
     """
 
     bits: float = 2.0
@@ -102,7 +111,7 @@ class Transformed(Weighed, Projected):
     models: tuple[str, ...] = ()
 
     def total(self, dim: int) -> int:
-        """Bits of a channel of all stretches together."""
+        """Sum over the stretches of the bits per channel."""
         return round(self.bits * dim / STRETCH)
 
     def check(self, dim: int) -> None:
@@ -139,10 +148,10 @@ class Transformed(Weighed, Projected):
 
 @part
 class Sensitive(Weighed, NonUniform):
-    """`NonUniform` by levels that squared gradients of the loss weigh, of all heads of a layer.
+    """KVQuant: `NonUniform` with levels weighted by squared gradients of the loss, one table per layer.
 
-    The ends are the percentiles of channels for un-rotated keys (`side` "plain"), and of each token for values. Source:
-    KVQuant (2401.18079).
+    Ends are the percentiles of each channel for un-rotated keys (`side` "plain"), and each token's own for values.
+    Source: KVQuant (2401.18079).
     """
 
     side: Side = "plain"

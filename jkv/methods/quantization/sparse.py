@@ -1,4 +1,4 @@
-"""The largest channels of each token, and a bit for each channel."""
+"""MUSTAFAR: the largest channels of each token and a bitmap."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jkv.protocols import Code, Codec, KernelCodes
 
 @part
 class Sparse(Codec):
-    """x ~ x where |x| is among the k = D - floor(sparsity * D) largest of its token, and 0 elsewhere.
+    """MUSTAFAR: keep x where |x| is among the k = D - floor(sparsity * D) largest of its token; 0 elsewhere.
 
-    Slots: the bits of the k kept numbers in the order of their channels; uint8[D/8], whose bit j % 8 of byte j // 8
-    says whether channel j is kept. Among equals the lower channel is, so k is the same for every token. Source:
-    MUSTAFAR (2505.22913), which keeps every |x| that reaches the largest one dropped, one number more or several.
+    Slots hold the bits of the k kept numbers in channel order, and uint8[D/8], whose bit j % 8 of byte j // 8 says
+    whether channel j is kept. Of equals the lower channel is kept, so k is the same for every token. Source: MUSTAFAR
+    (2505.22913), which keeps every |x| that reaches the largest one dropped, one number more or several.
     """
 
     sparsity: float = 0.7
     dtype: str = "bfloat16"
 
     def kept(self, dim: int) -> int:
-        """Numbers of a token.
+        """Kept numbers of a token.
 
         >>> Sparse(sparsity=0.7).kept(128)
         39

@@ -1,4 +1,4 @@
-"""Keys of fewer channels: those that queries ask for least are not kept."""
+"""ThinK: keys without the channels that contribute least to logits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @part
 class Thinned(Turned):
-    """y = the K = D - floor(share D) channels of each head with the largest E q_d^2 E k_d^2; x ~ y there, else 0.
+    """ThinK: keep the K = D - floor(share D) channels per head with the largest E q_d^2 E k_d^2; x ~ 0 elsewhere.
 
-    Queries are asked in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], in order: of
-    each prompt, by its keys and its last `window` queries, or with window=0 of the model, by rotated queries and keys
-    that were measured. Source: ThinK (2407.21018), which has the former.
+    Queries are read in the same channels, so K numbers of a key are stored and read. index i32[L,H,K], ascending:
+    chosen for each prompt by its keys and its last `window` queries, or with window=0 for the model, by calibrated
+    rotated queries and keys. Source: ThinK (2407.21018), which does the former.
     """
 
     inner: Codec = leaf(default=Dense())
@@ -40,7 +40,7 @@ class Thinned(Turned):
     models: tuple[str, ...] = ()
 
     @property
-    def taught(self) -> bool:  # a constant of most codecs
+    def taught(self) -> bool:  # a class attribute in most codecs
         return self.window > 0
 
     @property
@@ -62,7 +62,7 @@ class Thinned(Turned):
         return f"{1 - self.share:.0%} of the channels"
 
     def kept(self, dim: int) -> int:
-        """Channels.
+        """Number of kept channels.
 
         >>> Thinned(share=0.4).kept(64)
         39
@@ -80,7 +80,7 @@ class Thinned(Turned):
         return round(self.inner.rate(self.kept(dim)) * self.kept(dim) / dim, 4)
 
     def of(self, folder: str) -> Self:
-        """This codec with the channels that a folder of `jkv calibrate queries` ranks highest."""
+        """Choose the channels by the calibrated queries of a folder of `jkv calibrate queries`."""
         typical, models = Typical.read(folder)
         size = weight(typical)
         best = np.sort(np.argsort(-size, -1, kind="stable")[..., : self.kept(size.shape[-1])], -1)
@@ -96,7 +96,7 @@ class Thinned(Turned):
 
     @property
     def channels(self) -> Array:
-        """Those of a head; ValueError with the command that finds them, where there are none."""
+        """Kept channels of a head; ValueError with the command that finds them if there are none."""
         if self.index is None:
             raise ValueError(
                 "this codec knows no channels yet: give queries='FOLDER', as `jkv calibrate queries` writes it, or "

@@ -1,4 +1,4 @@
-"""Fewer than two bits: keys of channels that vary in two and the others in one, values in three levels."""
+"""VidKV: fewer than two bits, keys in 2 and 1 bits by channel, values in three levels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jkv.methods.quantization.groups import Grouped
 from jkv.methods.quantization.integer import Affine
 from jkv.protocols import Code
 
-TRITS = 5  # in a byte: 3**5 = 243
+TRITS = 5  # trits in a byte: 3**5 = 243
 
 
 @part
 class Mixed(Grouped):
-    """The floor(hard * D) channels whose range is largest in 2 bits, the others, as their Fourier transform, in 1.
+    """VidKV: floor(hard * D) channels of the largest range in 2 bits, the Fourier transform of the others in 1 bit.
 
-    hard: integers with a scale for `group` tokens of a channel. easy: z = x F, F the orthonormal real transform of
-    these channels of a token; z ~ sign(z) * mean over the group of |z|. Which channels are hard is said for each group,
-    in D bits, so nothing is fitted beforehand (grain = group). Source: VidKV (2503.16257), which chooses channels once
-    for all heads, and keeps the complex transform: twice the numbers.
+    Hard channels: integers with a scale for `group` tokens of a channel. Easy channels: z = x F, F the orthonormal real
+    transform of a token's easy channels; z ~ sign(z) * mean over the group of |z|. The hard channels are stored for
+    each group, in D bits, so nothing is fitted beforehand (grain = group). Source: VidKV (2503.16257), which chooses
+    channels once for all heads, and stores the complex transform: twice the numbers.
     """
 
     hard: float = 0.5
@@ -38,11 +38,11 @@ class Mixed(Grouped):
 
     @property
     def inner(self) -> Affine:
-        """How hard channels are kept."""
+        """Codec of the hard channels."""
         return Affine(bits=2, axis="channel", group=self.group, scale_dtype=self.scale_dtype)
 
     def chosen(self, dim: int) -> int:
-        """Hard channels."""
+        """Number of hard channels."""
         return floor(self.hard * dim)
 
     def check(self, dim: int) -> None:
@@ -67,7 +67,7 @@ class Mixed(Grouped):
         return Code(slots=(inner.slots, signs), grains=(inner.grains, bits_of(scale), pack(hard.astype(jnp.uint8), 1)))
 
     def _permuted(self, code: Code) -> tuple[Array, Array]:
-        """f32[m,t,D]: hard channels, then those of the transform of the others; and bool[m,D], which are hard."""
+        """f32[m,t,D]: hard channels, then the transform of the others; and bool[m,D], which channels are hard."""
         (slots, signs), (grains, scale, hard) = code.slots, code.grains
         m, few = scale.shape[0], grains[0].shape[1]
         x = self.inner.decode(Code(slots=slots, grains=grains)).reshape(m, -1, few)
@@ -86,7 +86,7 @@ class Mixed(Grouped):
     def logits(self, q: Array, tile: Code) -> Array:
         y, hard = self._permuted(tile)
         d, few = hard.shape[1], tile.grains[0][0].shape[1]
-        if q.shape[0] > y.shape[1]:  # than tokens of a group: to move channels of these costs less
+        if q.shape[0] > y.shape[1]:  # more queries than tokens of a group: permuting the tokens' channels is cheaper
             return super().logits(q, tile)
         a = jnp.take(q, jnp.argsort(~hard, -1, stable=True), 1)
         a = jnp.concatenate([a[:, :, :few], a[:, :, few:] @ fourier(d - few)], 2)
@@ -95,11 +95,11 @@ class Mixed(Grouped):
 
 @part
 class Ternary(Grouped):
-    """x ~ m t, t = sign(x) where |x| > m / 2, and 0 elsewhere; m of `group` tokens of a channel.
+    """VidKV: three levels, x ~ m t, t = sign(x) where |x| > m / 2, else 0; one m for `group` tokens of a channel.
 
-    m begins as the mean of |x|, as its authors keep it; each of `rounds` makes it that of |x| above m / 2, the best for
-    these t: least squares. Five t a byte. Tokens of a group are coded, moved and dropped together (grain = group).
-    Source: VidKV (2503.16257).
+    m starts as the mean of |x|, which its authors keep; each of `rounds` replaces it by the mean of |x| above m / 2,
+    the least squares solution for these t. A byte holds five t. Tokens of a group are coded, moved and dropped together
+    (grain = group). Source: VidKV (2503.16257).
     """
 
     rounds: int = 4
@@ -115,7 +115,7 @@ class Ternary(Grouped):
         size = jnp.abs(y)
         mean = size.mean(1)
         for _ in range(self.rounds):
-            above = size > mean[:, None] / 2  # one at least, unless all are 0
+            above = size > mean[:, None] / 2  # at least one, unless all are 0
             mean = jnp.where(above, size, 0).sum(1) / jnp.maximum(above.sum(1, dtype=jnp.float32), 1)
         mean = mean.astype(jnp.dtype(self.scale_dtype))
         near = size <= mean.astype(jnp.float32)[:, None] / 2
@@ -144,7 +144,7 @@ def _fourier(n: int) -> np.ndarray:
 
 
 def fourier(n: int) -> Array:
-    """f32[n,n]: the orthonormal real Fourier transform, x F of rows x.
+    """f32[n,n]: the orthonormal real Fourier transform F, applied as x F to rows x.
 
     >>> bool(jnp.allclose(fourier(6).T @ fourier(6), jnp.eye(6), atol=1e-6))
     True

@@ -1,4 +1,4 @@
-"""Pages by what is expected of them: a forecast of the next step's attention from that of the last steps."""
+"""AttentionPredictor: page selection by predicted attention."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 METHOD = "attentionpredictor"
-LEAST_ROWS = 8  # the two ends of a history and what slides between them must not overlap
+LEAST_ROWS = 8  # the two ends of a history must not overlap the rows that slide between them
 
 
 class Predictor(Protocol):
-    """A forecast of row N of a history x f32[...,n,N], rows last, from rows 0 to N-1; use bool[...,n]: units in it.
+    """Predict row N of a history x f32[...,n,N], rows last, from rows 0 to N-1; use bool[...,n]: units in use.
 
-    `inner` is what can be carried from step to step: f32[...,n,K].
+    `inner` f32[...,n,K] is the state that is carried from step to step.
     """
 
     def start(self, x: Array, use: Array) -> Array:
-        """The inner state of a history."""
+        """Inner state of a history."""
         ...
 
     def slide(self, inner: Array, old: Array, new: Array, use: Array) -> Array:
-        """The inner state of `new`, which is `old` without its first row and with one more."""
+        """Inner state of `new`, which is `old` without its first row and with one row more."""
         ...
 
     def __call__(self, x: Array, inner: Array, use: Array) -> Array:
-        """f32[...,n]; what is not in use is 0."""
+        """f32[...,n]: the predicted row, 0 for units not in use."""
         ...
 
 
 @value
 class Convolution:
-    """y = last . mean over rows of relu(second * relu(first * x)) + rest; * are 3x3 convolutions, padded by zeros.
+    """AttentionPredictor: y = last . mean over rows of relu(second * relu(first * x)) + rest, * a 3x3 convolution.
 
-    first f[16,1,3,3], second f[32,16,3,3] over (rows, units), last f[32]; 4,833 parameters with their biases. The inner
-    state is the sum of the rows of the second convolution that see no end of the history: a step changes two of them,
-    and four more stand at the ends. Source: AttentionPredictor (2502.04077).
+    first f[16,1,3,3], second f[32,16,3,3] over (rows, units), zero-padded, last f[32]; 4,833 parameters with their
+    biases. The inner state is the sum of the second convolution's rows that see no end of the history: a step changes
+    two of these, and four more are at the ends. Source: AttentionPredictor (2502.04077).
     """
 
     first: Array
@@ -73,7 +73,7 @@ class Convolution:
         return jnp.where(use, y + self.rest.reshape((1,) * y.ndim), 0)
 
     def _features(self, x: Array, use: Array, above: int, below: int) -> Array:
-        """f32[...,n,32]: the sum of the second convolution's rows, padded above and below or not at all."""
+        """f32[...,n,32]: sum of the second convolution's rows, each side padded or not."""
         lead, (n, rows) = x.shape[:-2], x.shape[-2:]
         x = jnp.where(use[..., None], x, 0).reshape(-1, n, rows, 1)
         inside = use.reshape(-1, n, 1, 1)
@@ -87,7 +87,7 @@ class Convolution:
 
 @value
 class Linear:
-    """y = w0 newest row + w1 the one before + w2 mean of all rows: what a network must beat. weights f[3]."""
+    """y = w0 newest row + w1 the row before + w2 mean of all rows, the baseline of the network. weights f[3]."""
 
     weights: Array
 
@@ -103,13 +103,19 @@ class Linear:
 
 
 def forecast(net: Predictor, x: Array, use: Array) -> Array:
-    """f32[...,n]: the row after a history f32[...,n,N], from nothing but it."""
+    """f32[...,n]: the predicted row after a history f32[...,n,N], without a carried state."""
     return net(x, net.start(x, use), use)
 
 
 @value
 class Watched:
-    """Of a unit: its history f32[N], oldest first; the predictor's inner state f32[K]; the forecast of the next row."""
+    """Summary of a unit.
+
+    Attributes:
+        history: f32[N], attention per row, oldest first.
+        inner: f32[K], inner state of the predictor.
+        ahead: Predicted next row.
+    """
 
     history: Array
     inner: Array
@@ -118,14 +124,22 @@ class Watched:
 
 @part
 class Forecast(Ranked):
-    """AttentionPredictor: the `pages` units of the highest forecast are read, the first `sinks` tokens always.
+    """AttentionPredictor: read the `pages` units of the highest predicted attention.
 
-    A unit's history is the most attention, over G and its tokens, of the last `rows` queries; the forecast for a step
-    is made at the end of the step before. A step's row knows only the units that were read; every flush makes all rows
-    whole. Units are neighbours in time, whatever slots they are in. With fewer than three units to choose from none is
-    better than another. net: its weights, or None: those that come with jkv for the model, `kind` says which of a
-    folder's; models: fingerprints of the model that they are for. Source: 2502.04077; that history and choice are of a
-    kv head, that short histories begin with zeros, and the training are a reconstruction.
+    A unit's history is the highest attention, over G and its tokens, of each of the last `rows` queries; a step's
+    forecast is made at the end of the step before. A decode step's row covers the units that were read only; every
+    flush makes all rows complete. Units are neighbours in time, not in slots. With fewer than three units to choose
+    from, all forecasts are equal.
+
+    Source: 2502.04077; history and choice per kv head, histories padded with zeros, and the training are a
+    reconstruction.
+
+    Attributes:
+        sinks: First tokens, which are always read.
+        rows: Queries of a history.
+        kind: Predictor to load from a folder, "conv" or "linear".
+        net: Weights, or None: shipped with jkv for the model.
+        models: Fingerprints of the models that the weights were trained for.
     """
 
     sinks: int = 64
@@ -185,7 +199,11 @@ def moved(x: Array, order: Array) -> Array:
 
 
 def trained(folder: str, kind: str) -> tuple[Predictor, tuple[str, ...]]:
-    """The predictor in a folder of `jkv train attentionpredictor`, and its models; FormatError if there is none."""
+    """Read the predictor and the model fingerprints of a folder.
+
+    Raises:
+        FormatError: `jkv train attentionpredictor` did not write the folder.
+    """
     arrays, card = trained_weights.read(folder, METHOD)
     if not trained_weights.fit(arrays, {**Convolution.axes, "linear": (3,)}):
         raise trained_weights.unlike(folder, arrays, METHOD)

@@ -1,4 +1,4 @@
-"""What selectors that rank units have in common: how query heads agree, what is read in any case."""
+"""Base of selectors that rank units: votes of query heads, and units that are always read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ Join = Literal["max", "sum"]
 
 @part
 class Vote:
-    """How query heads agree on units, by their scores or by a softmax over the units of each (`soft`).
+    """Combine the scores of query heads into one score per unit.
 
-    join: the "max" or the "sum" over the G of a kv head, or over all heads of a layer (`layer`), which then read the
-    same units.
+    Attributes:
+        soft: Take a softmax over the units of each query head first.
+        join: "max" or "sum" over the query heads.
+        layer: Combine all heads of a layer, which then read the same units, instead of the G of each kv head.
     """
 
     soft: bool = False
@@ -30,32 +32,42 @@ class Vote:
     layer: bool = False
 
     def __call__(self, score: Array, live: Array) -> Array:
-        """f32[B,H,U] of scores f32[B,H,G,U], -inf what a query head leaves out, and live bool[B,H,U]; -inf for the dead
-        and for what all of them leave out."""
+        """f32[B,H,U]: combined scores; -inf for dead units and for units that every query head leaves out.
+
+        Args:
+            score: f32[B,H,G,U], -inf for units that a query head leaves out.
+            live: bool[B,H,U].
+        """
         some = live[:, :, None] & (score > -jnp.inf)
         if self.soft:
             score = jax.nn.softmax(jnp.where(some, score, -1e30), -1)
-        score = jnp.where(some, score, -jnp.inf if self.join == "max" else 0)  # who leaves it out has no say
+        # A query head that leaves a unit out does not count.
+        score = jnp.where(some, score, -jnp.inf if self.join == "max" else 0)
         over = (1, 2) if self.layer else (2,)
         voted = score.max(over, keepdims=True) if self.join == "max" else score.sum(over, keepdims=True)
         return jnp.where(live & some.any(over, keepdims=True)[:, :, 0], voted[:, :, 0], -jnp.inf)
 
 
 def asked(q: Array) -> Array:
-    """f32[B,H,G,D]: queries whose products with keys are scaled as those of attention, by 1 / sqrt(D)."""
+    """f32[B,H,G,D]: queries times 1 / sqrt(D), so that products with keys are scaled as in attention."""
     return q.astype(jnp.float32) * q.shape[-1] ** -0.5
 
 
 def logits(q: Array, keys: Array) -> Array:
-    """f32[B,H,G,U] of queries f[B,H,G,D] and a key f[B,H,U,D] for each unit, scaled as those of attention."""
+    """f32[B,H,G,U]: products of queries f[B,H,G,D] and one key f[B,H,U,D] per unit, scaled as in attention."""
     return jnp.einsum("bhgd,bhud->bhgu", asked(q), keys.astype(jnp.float32))
 
 
 @part
 class Ranked(Selector):
-    """The `pages` units of the highest score are read, those of the first `sinks` tokens of a text in any case.
+    """Base of selectors that read the `pages` units of the highest score.
 
-    vote: how the query heads of a kv head, or of a layer, agree. The layers below `first` read everything.
+    Attributes:
+        unit: Tokens of a unit.
+        pages: Units that a step reads.
+        sinks: First tokens of a text, whose units are always read.
+        first: First layer that selects; layers below read everything.
+        vote: How the query heads of a kv head, or of a layer, are combined.
     """
 
     unit: int = 16
@@ -72,14 +84,14 @@ class Ranked(Selector):
         return None if layer < self.first else self
 
     def score(self, look: Look) -> Array:
-        """f32[B,H,G,units], or f32[B,H,1,units] for all of a kv head; that of a dead unit may be anything.
+        """f32[B,H,G,units], or f32[B,H,1,units] for a whole kv head; anything for a dead unit.
 
-        A product of a query and a key is scaled as attention scales it, so that a soft vote is as warm as attention.
+        Products of queries and keys are scaled as in attention, so that a soft vote has attention's temperature.
         """
-        raise NotImplementedError  # its own in every selector
+        raise NotImplementedError
 
     def always(self, look: Look) -> Array:
-        """bool[B,H,units]: what is read whatever its score, and nobody votes on."""
+        """bool[B,H,units]: units that are always read, and take no part in the vote."""
         return look.oldest < self.sinks
 
     def pick(self, look: Look) -> tuple[Array, Any]:

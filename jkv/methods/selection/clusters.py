@@ -1,4 +1,4 @@
-"""Pages in two steps: large clusters first, then the best parts of these."""
+"""MPCache: hierarchical page selection, clusters of pages first and then the pages in the best clusters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jkv.protocols import Entered, Look
 
 @part
 class Clusters(Ranked):
-    """MPCache: q . rho_c ranks clusters of `parts` neighbouring units, then the units of the best `wide` x `pages`.
+    """MPCache: rank clusters of `parts` neighbouring units by q . rho, then the units of the best clusters.
 
-    rho = alpha kmax + (1 - alpha) kmin of a cluster's keys, linear in q where Quest's bound is not. Scores are summed
-    over G. Summary: (kmin, kmax) [D] a unit. Source: 2501.06807; fixed numbers instead of shares (.5 and .2) of what
-    is there.
+    rho = alpha kmax + (1 - alpha) kmin of the keys, linear in q where Quest's bound is not. As many of the best
+    clusters are taken as hold `wide` x `pages` units. Scores are summed over G. Summary: (kmin, kmax) [D] per unit.
+    Source: MPCache (2501.06807); fixed numbers of units instead of shares (.5 and .2) of the cached ones.
     """
 
     vote: Vote = Vote(join="sum")
@@ -34,12 +34,15 @@ class Clusters(Ranked):
     def score(self, look: Look) -> Array:
         low, high = (x.astype(jnp.float32) for x in look.summary)
         live = look.pos >= 0
+        # Scores of the units.
         own = self._dots(look.q, low, high)
+        # Scores of the clusters.
         most = ceil(self.wide * self.pages / self.parts)
         first = self._together(jnp.where(live[..., None], low, jnp.inf), jnp.inf).min(3)
         last = self._together(jnp.where(live[..., None], high, -jnp.inf), -jnp.inf).max(3)
         there = self._together(live, False).any(3)
         among = self.vote(self._dots(look.q, *(jnp.where(there[..., None], x, 0) for x in (first, last))), there)
+        # Leave out the units of all but the best clusters.
         if most < among.shape[2]:
             _, best = jax.lax.top_k(among, most)
             chosen = (best[..., None] == jnp.arange(among.shape[2])).any(2)

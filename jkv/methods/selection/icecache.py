@@ -1,4 +1,4 @@
-"""Pages of tokens whose keys are alike."""
+"""IceCache: pages of tokens with similar keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jkv.arrays.pytree import part
 from jkv.methods.selection.base import Ranked, logits
 from jkv.protocols import Entered, Look
 
-TURNS = 4  # of the power iteration: a direction that splits need not be exact
+TURNS = 4  # steps of the power iteration; the direction of a split need not be exact
 
 
 @part
 class Alike(Ranked):
-    """Newcomers of a flush whose keys are alike are a unit, m_j their mean key: those of the largest q . m are read.
+    """IceCache: units of newcomers with similar keys; read the units of the largest q . m, m the mean key.
 
-    Each head cuts its newcomers into two halves, across the principal direction of their keys, and the halves again,
-    down to units; those that hold one of the first `sinks` tokens stay as they are. Summary: m [D] a unit. Source:
-    IceCache (2604.10539), whose tree is of approximate neighbours and takes in one token at a time.
+    At a flush each head splits its newcomers into two halves across the principal direction of their keys, and the
+    halves again, down to units; units that hold one of the first `sinks` tokens stay as they are. Summary: m [D] per
+    unit. Source: IceCache (2604.10539), whose tree is of approximate neighbours and inserts one token at a time.
     """
 
     arranges = True
@@ -48,9 +48,9 @@ class Alike(Ranked):
 
 
 def across(x: Array, live: Array) -> Array:
-    """f32[B,H,n]: where each of x f32[B,H,n,D] lies along the principal direction of those that are live bool[B,H,n].
+    """f32[B,H,n]: coordinate of x f32[B,H,n,D] along the principal direction of the live bool[B,H,n].
 
-    By a power iteration from the one that is farthest from the mean.
+    Found by power iteration, starting from the point farthest from the mean.
 
     >>> x = jnp.array([[3.0, 0.1], [-3.0, 0.1], [3.0, -0.1], [-3.0, -0.1]])[None, None]
     >>> (across(x, jnp.ones((1, 1, 4), bool)) > 0).tolist()

@@ -1,4 +1,4 @@
-"""Pages by the mean of their keys."""
+"""ShadowKV's landmarks: pages by the mean of their keys."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jkv.protocols import Entered, Look
 
 @part
 class Landmark(Ranked):
-    """m_j, the mean of the rotated keys of page j, stands for the page: the `pages` of the largest weight are read.
+    """ShadowKV: read the `pages` pages j whose mean rotated key m_j has the largest attention weight.
 
-    Weight: softmax_j(q . m_j / sqrt(D)) of each query head, the maximum over G. Summary: m [D] a page. Source: ShadowKV
-    (2410.21465), whose pages that their mean does not stand for are apart: those of the score `UnitOutlier`.
+    Weight: softmax_j(q . m_j / sqrt(D)) of each query head, the maximum over G. Summary: m [D] per page. Source:
+    ShadowKV (2410.21465), which keeps pages apart that their mean represents badly: these are ranked by the score
+    `UnitOutlier`.
     """
 
     unit: int = 8

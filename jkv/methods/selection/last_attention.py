@@ -1,4 +1,4 @@
-"""Pages by the attention of the last queries."""
+"""ALISA, LoopServe: pages by the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jkv.protocols import Entered, Look, Needs
 
 @part
 class Heavy(Ranked):
-    """The `pages` units that the last queries looked at; s = sum of the most that each paid, over G, in a unit.
+    """ALISA, LoopServe: read the `pages` units that the last queries attended to most.
 
-    Of the `queries` newest at a flush; a step changes nothing. Summary: s f32. Sources: ALISA (2403.17312), from notes
-    of the paper; LoopServe (2507.13681), whose new choice every so many outputs is the flush. That a kv head's queries
-    share a choice is a reconstruction.
+    s = sum over queries, and over G, of the highest attention that each paid in a unit, for the `queries` newest at a
+    flush; decode steps change nothing. Summary: s f32. Sources: ALISA (2403.17312), from notes of the paper; LoopServe
+    (2507.13681), whose periodic new choice is the flush here. One choice for all query heads of a kv head is a
+    reconstruction.
     """
 
     unit: int = 1

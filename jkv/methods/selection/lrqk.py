@@ -1,4 +1,4 @@
-"""Tokens by proxies of queries and keys that a text's first units teach."""
+"""LRQK: tokens by low-rank proxies of queries and keys, fitted on the first tokens of a text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from jkv.methods.selection.base import Ranked, Vote, asked
 from jkv.protocols import Entered, Look, Needs
 
 EXACT = jax.lax.Precision.HIGHEST
-LEAST = 1e-6  # on the diagonal of what is inverted: a text may have fewer directions than the proxies
+LEAST = 1e-6  # added to the diagonal before inversion, as a text may have fewer directions than the proxies
 
 
 @value
 class Maps:
-    """What makes proxies of a head's queries and keys, f32[B,H,D,r], and whether units have taught it, f32[B,H]."""
+    """Proxy maps of each head.
+
+    Attributes:
+        q: f32[B,H,D,r], map of queries.
+        k: f32[B,H,D,r], map of keys.
+        known: f32[B,H], 1 once the maps are fitted.
+    """
 
     q: Array
     k: Array
@@ -27,12 +33,13 @@ class Maps:
 
 @part
 class Factors(Ranked):
-    """Tokens of the highest (q M_Q) . (k M_K), r = `rank` numbers each; query heads agree by softmaxes.
+    """LRQK: read the tokens of the highest (q M_Q) . (k M_K), r = `rank` numbers each, voted by softmaxes.
 
-    The maps of a head are those of the least |Q K' - A_Q A_K'|^2 + |Q - A_Q B_Q|^2 + |K - A_K B_K|^2 after two rounds
-    of `factors`, A_Q = Q M_Q of the newest `queries` of all G, A_K = K M_K of the keys that enter first. Summary: k M_K
-    bf16[r] a token. Source: LRQK (2510.23649), where all queries of a prompt teach, and two solves a step make proxies
-    of a new query and key that fit the logits of what was just read; that a kv head's queries share theirs is ours.
+    The maps of a head minimize |Q K' - A_Q A_K'|^2 + |Q - A_Q B_Q|^2 + |K - A_K B_K|^2, by two rounds of `factors`,
+    with A_Q = Q M_Q of the newest `queries` of all G, and A_K = K M_K of the first keys that enter. Summary: k M_K
+    bf16[r] per token. Source: LRQK (2510.23649), which fits on all queries of a prompt and solves twice per step for
+    proxies of the new query and key that fit the logits just read; sharing the maps among the queries of a kv head is
+    ours.
     """
 
     unit: int = 1
@@ -77,11 +84,11 @@ class Factors(Ranked):
 
 
 def factors(queries: Array, keys: Array, rank: int, rounds: int = 2) -> tuple[Array, Array]:
-    """M_Q, M_K f32[...,D,r] of queries Q and keys K that are known by Q'Q and K'K, f32[...,D,D].
+    """Fit M_Q, M_K f32[...,D,r] to queries Q and keys K, given their Gram matrices Q'Q and K'K f32[...,D,D].
 
-    Each round solves for B_Q, B_K, A_Q and A_K of the loss of `Factors`, one after the other; A_Q = Q M_Q and A_K = K
-    M_K from the beginning, where they are the r channels of the largest sums of squares, so no product is longer than
-    D. Source: LRQK (2510.23649).
+    Each round solves for B_Q, B_K, A_Q and A_K of the loss of `Factors`, one after the other. A_Q = Q M_Q and A_K = K
+    M_K throughout, starting from the r channels with the largest sums of squares, so no product is longer than D.
+    Source: LRQK (2510.23649).
 
     >>> gram = jnp.diag(jnp.array([3.0, 2.0, 1.0]))
     >>> a, b = factors(gram, gram, 3)
@@ -99,11 +106,11 @@ def factors(queries: Array, keys: Array, rank: int, rounds: int = 2) -> tuple[Ar
         return jax.nn.one_hot(best, dim).swapaxes(-1, -2)
 
     def basis(gram: Array, m: Array) -> Array:
-        """(A'A)^-1 A'X of A = X M."""
+        """B = (A'A)^-1 A'X of A = X M."""
         return jnp.linalg.solve(product(m.mT, gram, m) + eye, product(m.mT, gram))
 
     def maps(gram: Array, m: Array, b: Array) -> Array:
-        """The map of one side, of the Gram matrix and the map of the other, and the own basis."""
+        """Map of one side from the Gram matrix and map m of the other side, and its own basis b."""
         inner = product(m.mT, gram, m) + product(b, b.mT) + eye
         return jnp.linalg.solve(inner, (product(gram, m) + b.mT).mT).mT
 

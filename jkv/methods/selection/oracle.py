@@ -1,4 +1,4 @@
-"""Tokens, and pages of them, by their own logits."""
+"""Selectors that score tokens and pages by their own logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jkv.protocols import Entered, Look
 
 @part
 class Exact(Ranked):
-    """TokenSelect: vote_t = sum over all query heads of a layer of softmax_t(q . k_t), for one set of tokens a layer.
+    """TokenSelect: vote_t = sum over all query heads of a layer of softmax_t(q . k_t); one set of tokens per layer.
 
-    Without 1 / sqrt(D), as there. A step reads all keys for it. apart: with keys that are stored un-rotated, as if
-    each were so many tokens away; 0: where it is. A unit of several tokens has the best of them. No summary. Source:
-    2411.02886.
+    Logits lack 1 / sqrt(D), as in the source. A step reads all keys. A unit of several tokens has the best of their
+    logits. No summary. Source: 2411.02886.
+
+    apart: with keys that are stored un-rotated, score each as if it were this many tokens away; 0: at its position.
     """
 
     unit: int = 1
@@ -37,10 +38,10 @@ class Exact(Ranked):
 
 @part
 class PageMean(Ranked):
-    """TriForce: score_j = sum over G of q . m_j, m_j the mean key of page j; the `pages` best are read.
+    """TriForce: read the `pages` pages j of the largest sum over G of q . m_j, m_j the page's mean key.
 
-    By the dots themselves, as q . m_j is their mean over the page: no summary, so it also picks of tiers that were
-    written for no selector. A step reads all keys for it. Source: 2404.11912, whose query heads share no keys.
+    q . m_j is computed as the mean of q . k over the page, so no summary is needed, and it also selects in tiers that
+    were written without a selector. A step reads all keys. Source: 2404.11912, whose query heads share no keys.
     """
 
     unit: int = 8

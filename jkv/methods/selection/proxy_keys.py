@@ -1,4 +1,4 @@
-"""Tokens by a few numbers of their keys."""
+"""FASA, InfiniGen: tokens by a few channels or directions of their keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ METHOD = "channels"
 
 @value
 class Channels:
-    """What of a head's keys tells tokens apart, by `jkv calibrate channels`.
+    """Calibrated channels of a head's keys, by `jkv calibrate channels`.
 
-    agreement f[L,H,R]: of the R pairs of channels that turn, how many of the best tokens by all channels each finds
-    alone; skew f[L,H,D,r]: the directions that queries and keys have most of.
+    Attributes:
+        agreement: f[L,H,R], how many of the best tokens by all channels each of the R pairs of rotating channels finds
+            by itself.
+        skew: f[L,H,D,r], directions in which queries and keys are largest.
     """
 
     agreement: Array
@@ -36,13 +38,19 @@ class Channels:
 
 @part
 class Proxies(Ranked):
-    """Tokens of the highest (q W) . (k W) / sqrt(D), with W f[L,H,D,r] of r channels, or directions, of each head.
+    """FASA, InfiniGen: read the tokens of the highest (q W) . (k W) / sqrt(D), W f[L,H,D,r] of each head.
 
-    kind: "pairs" are the pairs of channels (j, j + R) that alone agree most with all (FASA, 2602.03152), "skew" the
-    right singular vectors of queries, those of the largest product with the keys' (InfiniGen, 2406.19707). width: of
-    these. gap: of the `pages`, only as many as there are tokens, a mean over kv heads, less than it below the
-    best of their head; 0: all. A kv head's query heads agree by their best. Summary: k W bf16[r]. known: the
-    calibration, or None: that which comes with jkv for the model.
+    Query heads of a kv head are joined by their maximum. Summary: k W bf16[r].
+
+    Attributes:
+        kind: "pairs": the pairs of channels (j, j + R) that agree most with all channels (FASA, 2602.03152). "skew":
+            the right singular vectors of queries with the largest product with the keys' (InfiniGen, 2406.19707).
+        width: Number of pairs or directions.
+        gap: Read only as many of the `pages` as there are tokens, averaged over kv heads, with a score less than this
+            below their head's best; 0: all.
+        known: Calibration, or None: shipped with jkv for the model.
+        basis: W of the layer, made from `known`.
+        models: Fingerprints of the models of the calibration.
     """
 
     unit: int = 1
@@ -105,7 +113,11 @@ class Proxies(Ranked):
 
 
 def calibrated(folder: str) -> tuple[Channels, tuple[str, ...]]:
-    """What `jkv calibrate channels` wrote, and the models that it is of; FormatError if there is none."""
+    """Read the channels and the model fingerprints of a folder.
+
+    Raises:
+        FormatError: `jkv calibrate channels` did not write the folder.
+    """
     arrays, card = trained_weights.read(folder, METHOD)
     if not trained_weights.fit(arrays, Channels.axes):
         raise trained_weights.unlike(folder, arrays, METHOD)

@@ -1,4 +1,4 @@
-"""Pages by a bound on their logits."""
+"""Quest, RocketKV: pages by an upper bound of their logits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from jkv.protocols import Entered, Look
 
 @part
 class PageBound(Ranked):
-    """Quest: bound_j = sum_d max(q_d kmax_jd, q_d kmin_jd) >= q . k of every key in page j; the `pages` best are read.
+    """Quest: read the `pages` pages of the highest bound_j >= q . k over page j's keys.
 
-    channels: only so many d, those of the largest sum of |q_d| over G, as RocketKV has it: no bound any more; 0: all.
-    Summary: (kmin, kmax) [D] a page. Sources: 2406.10774, 2502.14051.
+    bound_j = sum_d max(q_d kmax_jd, q_d kmin_jd).
+
+    channels: use only this many d, with the largest sums of |q_d| over G, as RocketKV does, which is no longer a bound;
+    0: all. Summary: (kmin, kmax) [D] per page. Sources: Quest (2406.10774), RocketKV (2502.14051).
     """
 
     channels: int = 0
@@ -29,7 +31,7 @@ class PageBound(Ranked):
         return self.bounds(asked(look.q), look.summary)
 
     def bounds(self, q: Array, summary: tuple[Array, Array]) -> Array:
-        """f32[B,H,G,U] of queries f32[B,H,G,D] and pages (kmin, kmax) [B,H,U,D]."""
+        """f32[B,H,G,U]: bounds of queries f32[B,H,G,D] and pages (kmin, kmax) [B,H,U,D]."""
         low, high = (x.astype(jnp.float32) for x in summary)
         if 0 < self.channels < q.shape[-1]:
             _, best = jax.lax.top_k(jnp.abs(q).sum(2), self.channels)

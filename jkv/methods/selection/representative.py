@@ -1,4 +1,4 @@
-"""Blocks by the keys of their most attended tokens."""
+"""InfLLM: blocks by the keys of their most attended tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jkv.protocols import Entered, Look
 
 @part
 class Representative(Ranked):
-    """InfLLM: r_j, the mean key of the `tokens` of block j that had the most attention before they left the window.
+    """InfLLM: read the blocks of the highest q . r_j summed over all heads; all heads read the same blocks.
 
-    Blocks of the highest sum over all heads of q . r_j are read, the same ones by all heads. The attention is that of
-    the score `Accumulated`. Summary: r [D] a block. Source: 2402.04617; keys act where they are, not all at the
-    window's distance, and all queries so far count, not those of the window alone.
+    r_j is the mean key of the `tokens` tokens of block j with the most attention before they left the window, as the
+    score `Accumulated` counts it. Summary: r [D] per block. Source: InfLLM (2402.04617); here keys act at their
+    positions instead of all at the window's distance, and all queries so far count instead of the window's.
     """
 
     unit: int = 128

@@ -1,4 +1,4 @@
-"""Tokens by the mean keys of their sentences."""
+"""SentenceKV: tokens by the mean keys of their sentences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from jkv.protocols import Entered, Look
 
 @value
 class Spoken:
-    """The sums of the keys of sentences [B,H,N,D], their tokens f32[B,H,N], and the sum of the queries since the last
-    end of a sentence f32[B,H,G,D]."""
+    """Memo of sentence means.
+
+    Attributes:
+        keys: [B,H,N,D], sums of the keys of sentences.
+        tokens: f32[B,H,N], tokens of the sentences.
+        asked: f32[B,H,G,D], sum of the queries since the last sentence end.
+    """
 
     keys: Array
     tokens: Array
@@ -27,11 +32,12 @@ class Spoken:
 
 @part
 class SentenceMeans(Ranked):
-    """Tokens whose sentence has the highest q . m, m the mean of its keys, q the sum of queries since the last end.
+    """SentenceKV: read the tokens whose sentence has the highest q . m.
 
-    Of the score `Sentences`; the oldest tokens of a sentence first, until `pages` are read. Sentences whose first
-    tokens came among the same `least` share a mean, so there is one for every `least` slots; where tokens leave, those
-    that come later share the means of earlier ones. Summary: the number of the mean f32 a token. Source: SentenceKV
+    m is the mean of the sentence's keys and q the sum of the queries since the last sentence end. Within a sentence the
+    oldest tokens come first, until `pages` are read. Needs the score `Sentences`. Sentences whose first tokens came
+    among the same `least` tokens share a mean, which makes one mean for every `least` slots; where tokens leave, later
+    sentences share the means of earlier ones. Summary: the index of the mean, f32 per token. Source: SentenceKV
     (2504.00970), where the first query of a sentence reads everything.
     """
 
@@ -74,7 +80,7 @@ class SentenceMeans(Ranked):
         return self._means(new, new.memo.tokens.sum(-1) - came, new.memo.tokens.shape[2]).astype(jnp.float32)
 
     def _means(self, new: Entered, before: Array, n: int) -> Array:
-        """i32[B,H,n]: of which of n means newcomers are, after f32[B,H] that came before."""
+        """i32[B,H,n]: index of the mean, of n, of each newcomer, after f32[B,H] earlier tokens."""
         start = new.columns[START][..., 0]
         begins = jnp.concatenate([jnp.ones_like(start[:, :, :1]), start[:, :, 1:] - start[:, :, :-1]], 2) > 0
         place = before.astype(jnp.int32)[..., None] + jnp.arange(start.shape[2])[None, None]

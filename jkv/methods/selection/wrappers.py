@@ -1,4 +1,4 @@
-"""Selectors around others, which look less often: what was picked serves other layers, or other steps."""
+"""Wrappers that reuse a selector's choice in other layers or in later steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @part
 class Around(Selector):
-    """A selector made of another one: all that this declares and does is its own."""
+    """Base of selectors that wrap another one, to which everything is delegated."""
 
     select: Selector = leaf()
 
@@ -83,7 +83,7 @@ class Around(Selector):
 
 @part
 class Given(Selector):
-    """What the nearest layer below picked. No summary. Source: IndexCache (2603.12201)."""
+    """IndexCache: read what the nearest layer below selected. No summary. Source: 2603.12201."""
 
     unit: int = 1
     most: int = 0
@@ -100,10 +100,10 @@ class Given(Selector):
 
 @part
 class OverLayers(Around):
-    """Some layers pick by a selector, and the others read what the nearest of those below picked.
+    """IndexCache: some layers select, and the others read what the nearest selecting layer below chose.
 
-    A layer picks if its letter in `pattern` is F, or without a pattern if max(layer - 1, 0) is a multiple of `every`:
-    0, 1, 5, 9 of 10 for 4; and the first that selects at all. Source: IndexCache (2603.12201).
+    A layer selects if its letter in `pattern` is F, or without a pattern if max(layer - 1, 0) is a multiple of `every`:
+    0, 1, 5, 9 of 10 for 4. The first layer with a selector always selects. Source: IndexCache (2603.12201).
     """
 
     every: int = 4
@@ -112,7 +112,7 @@ class OverLayers(Around):
     follows = True  # type: ignore[assignment]
 
     def picks(self, layer: int) -> bool:
-        """Whether a layer is one of those that pick.
+        """Whether a layer selects.
 
         >>> from jkv.methods.selection.quest import PageBound
         >>> [i for i in range(10) if OverLayers(select=PageBound(), every=4).picks(i)]
@@ -133,8 +133,14 @@ class OverLayers(Around):
 
 @value
 class Last:
-    """The queries f32[B,H,G,D] of which units i32[B,H,U] were picked, whether there are any f32[B,H], and what the
-    selector that picked remembers."""
+    """Memo of the last selection.
+
+    Attributes:
+        q: f32[B,H,G,D], queries of the last selection.
+        units: i32[B,H,U], selected units.
+        known: f32[B,H], 1 if there was a selection.
+        own: Memo of the wrapped selector.
+    """
 
     q: Array
     units: Array
@@ -144,11 +150,11 @@ class Last:
 
 @part
 class Similar(Around):
-    """What was picked serves as long as queries are like those of which it was.
+    """TokenSelect's selection cache: reuse a selection while queries stay similar to the queries that made it.
 
-    cos(q, q') over all heads of a layer, q' the queries of which it was picked, is at least `threshold`. A flush that
-    brings tokens begins anew, so that these can be picked. If one row of a batch picks, all are looked at; a row that
-    has ended does not. Source: TokenSelect's selection cache (2411.02886).
+    Similar: cos(q, q') over all heads of a layer is at least `threshold`. A flush that brings tokens invalidates the
+    selection, so that new tokens can be selected. If one row of a batch selects, scores are computed for all; a row
+    that has ended does not. Source: TokenSelect (2411.02886).
     """
 
     threshold: float = 0.9
@@ -181,13 +187,14 @@ class Similar(Around):
 
 
 def _some(select: Selector | None, what: str) -> Selector:
+    """Return the selector; ValueError naming the method `what` if it is None."""
     if select is None:
         raise ValueError(f"{what} changes how a selector picks, and there is none: write 'quest | {what}'")
     return select
 
 
 def voted(select: Selector | None, vote: Vote) -> Selector:
-    """A selector whose query heads agree in another way; ValueError for one that does not rank units."""
+    """Replace the vote of a selector; ValueError if it does not rank units."""
     select = _some(select, "vote")
     if isinstance(select, Around):
         return replace(select, select=voted(select.select, vote))
@@ -197,7 +204,7 @@ def voted(select: Selector | None, vote: Vote) -> Selector:
 
 
 def over_steps(select: Selector | None, threshold: float) -> Selector:
-    """A selector whose picks serve steps with like queries; ValueError for one whose picks do already."""
+    """Reuse a selector's choices for steps with similar queries; ValueError if it already does."""
     select = _some(select, "similar")
     if select.remembers:
         raise ValueError(
@@ -207,5 +214,5 @@ def over_steps(select: Selector | None, threshold: float) -> Selector:
 
 
 def over_layers(select: Selector | None, given: tuple[int, str]) -> Selector:
-    """A selector whose picks serve other layers too."""
+    """Reuse a selector's choices in other layers; `given` is (every, pattern) of `OverLayers`."""
     return OverLayers(select=_some(select, "indexcache"), every=given[0], pattern=given[1])

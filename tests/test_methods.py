@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jkv
@@ -39,6 +40,16 @@ def test_every_row_says_what_it_is(name):
     assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
     assert row.parts or {*row.axes} <= {"pooled", "append", "steps", "layers", "predicted_sinks"}
     assert all(row.parts.values())
+
+
+@pytest.mark.parametrize("name", sorted(rig.CASES))
+def test_full_changes_nothing_of_another_method_whatever_the_order(name):
+    """What it fills are defaults: `snapkv(budget=512) | full` evicts as `snapkv(budget=512)` does."""
+    text = rig.CASES[name][0].tight
+    plain, *both = (replace(parse(x), name="", exactness="") for x in (text, f"{text} | full", f"full | {text}"))
+    for other in both:
+        assert jax.tree.structure(other) == jax.tree.structure(plain)
+        jax.tree.map(np.testing.assert_array_equal, other, plain)
 
 
 @pytest.mark.parametrize(

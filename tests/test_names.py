@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ import jkv
 ROOT = Path(jkv.__file__).parent
 PLACES = [Path(folder) for name in ("models", "training") for folder in getattr(jkv, name).__path__]
 FILES = [path for folder in (ROOT, *PLACES) for path in sorted(folder.rglob("*.py"))]
+PACKAGES = {
+    ".".join((name, *path.parent.relative_to(folder).parts))
+    for name, folder in [("jkv", ROOT), *((f"jkv.{folder.name}", folder) for folder in PLACES)]
+    for path in sorted(folder.rglob("__init__.py"))
+}
 STEMS = {path.stem for path in FILES} | {path.parent.name for path in FILES}
 
 # Participles and pronouns: they say how a sentence about the thing would go, not what it is.
@@ -39,3 +45,9 @@ def test_retired_words_name_no_module_class_or_function():
             if isinstance(node, ast.ClassDef | ast.FunctionDef)
         }
     assert not {name: where for name, where in names.items() if name.lower() in RETIRED}
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_what_a_package_exports_is_there(name: str):
+    module = import_module(name)
+    assert not [x for x in getattr(module, "__all__", ()) if not hasattr(module, x)]

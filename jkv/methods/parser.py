@@ -42,10 +42,12 @@ def parse(text: str) -> CacheConfig:
             filled = entry(**{k: v for k, v in arguments.items() if k not in schedule}) | schedule
         except TypeError as e:
             raise ValueError(_argument_error(entry, arguments, str(e))) from None
-        # Merge the axes. "full" may share one with another method. The largest recent=, sinks= and block= hold, unless
-        # this stage sets them.
+        # Merge the axes. What "full" fills are defaults, which any other method replaces. The largest recent=, sinks=
+        # and block= hold, unless this stage sets them.
         for axis, value in filled.items():
-            if axis in owner and axis not in ARGUMENTS and name != "full":
+            if axis in owner and axis not in ARGUMENTS:
+                if name == "full":
+                    continue
                 if owner[axis] != "full":
                     raise ValueError(f"{owner[axis]} and {name} both fill the axis {axis!r}: keep one of them")
             owner[axis] = name

@@ -193,10 +193,10 @@ CONTEXT, HEAD_DIM, LAYERS, _MOST = 1 << 24, 1024, 1024, 1 << 40
 _UNSET: Any = object()
 
 
-def whole(x: Any) -> bool:
+def is_whole_number(x: Any) -> bool:
     """Return whether x is a whole number, in either JSON spelling.
 
-    >>> whole(2), whole(2.0), whole(2.5), whole(True), whole(math.nan)
+    >>> is_whole_number(2), is_whole_number(2.0), is_whole_number(2.5), is_whole_number(True), is_whole_number(math.nan)
     (True, True, False, False, False)
     """
     return type(x) is int or (type(x) is float and x.is_integer())
@@ -341,7 +341,7 @@ def ends(f: Fields) -> dict[str, Any]:
     eos = f.take("eos_token_id", ())
     ids, bos = tuple(eos) if isinstance(eos, list | tuple) else (eos,), f.take("bos_token_id", None)
     for name, got in (("eos_token_id", ids), ("bos_token_id", (bos,) if bos is not None else ())):
-        if not all(map(whole, got)):
+        if not all(map(is_whole_number, got)):
             raise f.refuse(name, got, "token ids are whole numbers")
     return {"eos": tuple(map(int, ids)), "bos": None if bos is None else int(bos)}
 

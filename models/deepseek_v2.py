@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
 
-from .config import HEAD_DIM, Fields, ModelConfig, read, whole
+from .config import HEAD_DIM, Fields, ModelConfig, is_whole_number, read
 from .layers.moe import experts_of, feed, shapes
 from .llama import TENSORS as LLAMA
 from .llama import Attend, Projected, embed, head, linear, newest, rms
@@ -66,7 +66,7 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
+def split_latent(c: ModelConfig, tensors: Tensors) -> Tensors:
     """Split each kv_b_proj, stored head by head, into the matrices of keys and of values.
 
     The multi-token prediction block after the last block is not read.
@@ -118,7 +118,7 @@ TENSORS = Names(
     block={**ATTENTION, **{name: LLAMA.block[name] for name in ("gate_up", "down")}},
     sparse={**ATTENTION, **MLPS, **SHARED},
     shapes=_shapes,
-    read=apart,
+    read=split_latent,
     absent=absent,
 )
 
@@ -141,7 +141,7 @@ def experts(routing: Callable[[Fields], dict[str, Any]], f: Fields, blocks: int)
     for name in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"):
         f.take(name, None)  # training, placement of experts, and blocks that are not read
     first, hidden = f.take("first_k_dense_replace", 0), f.number("moe_intermediate_size")
-    if not whole(first) or not 0 <= first <= blocks:
+    if not is_whole_number(first) or not 0 <= first <= blocks:
         raise f.refuse("first_k_dense_replace", first, f"it is a number of the {blocks} blocks")
     count, active = f.number("n_routed_experts"), f.number("num_experts_per_tok")
     e = experts_of(f, count, active, hidden, **routing(f), shared=hidden * f.number("n_shared_experts"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import ModelConfig
 from .deepseek_v2 import TENSORS as V2
-from .deepseek_v2 import absent, apart, attention_shapes, embed, head, latent, layer, project
+from .deepseek_v2 import absent, attention_shapes, embed, head, latent, layer, project, split_latent
 from .weights.params import Names
 
 __all__ = ["TENSORS", "config", "embed", "head", "layer", "project"]
@@ -20,7 +20,7 @@ NORMS = ("q_a_norm", "kv_norm")
 TENSORS = Names(
     block={name: ends for name, ends in V2.block.items() if name not in NORMS},
     shapes=attention_shapes,
-    read=apart,
+    read=split_latent,
     absent=absent,
 )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from .config import Fields, ModelConfig, read, whole
+from .config import Fields, ModelConfig, is_whole_number, read
 from .layers.moe import ATTENTION, everywhere, experts_of, feed, names, shapes
 from .llama import Attend, block, embed, head
 from .qwen2 import windows
@@ -37,7 +37,7 @@ def dense(hf: Mapping[str, Any], layers: int) -> list[int]:
     """
     f = Fields(hf, "qwen3_moe")
     named, step = f.take("mlp_only_layers", []), f.number("decoder_sparse_step", 1)
-    if not isinstance(named, list) or not all(map(whole, named)):
+    if not isinstance(named, list) or not all(map(is_whole_number, named)):
         raise f.refuse("mlp_only_layers", named, "it is a list of blocks by number")
     return [i for i in range(layers) if i in named or (i + 1) % step]
 

@@ -17,7 +17,7 @@ __all__ = ["TENSORS", "config", "embed", "head", "layer", "project", "recur"]
 SPARSE = ("mlp_only_layers", "decoder_sparse_step")
 
 
-def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
+def split_projections(c: ModelConfig, tensors: Tensors) -> Tensors:
     """Split the two mixer tensors that checkpoints group by key head into one tensor per projection.
 
     They are [G (2 N + 2 R P), E] with queries, keys, values and gates, and [G 2 R, E] with strengths and step sizes.
@@ -47,7 +47,7 @@ def apart(c: ModelConfig, tensors: Tensors) -> Tensors:
     return out
 
 
-TENSORS = replace(qwen3_5.TENSORS, read=apart)
+TENSORS = replace(qwen3_5.TENSORS, read=split_projections)
 
 
 def config(hf: Mapping[str, Any]) -> ModelConfig:

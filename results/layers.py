@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jkv import load, parse
 from jkv.cache.cache import tree_bytes
 from jkv.eval import corpora
-from jkv.eval.layer_cost import Alone
+from jkv.eval.layer_cost import LayerTexts
 from jkv.io.fingerprint import fingerprint
 from jkv.prompts.allocation import layout
 from jkv.training.resumable_search import Measured
@@ -31,7 +31,7 @@ what = {"model": fingerprint(params), "prefix": PREFIX, "continue": AFTER, "text
 kept = Measured(Path("results/layers/budgets.json"), what)
 for source in sys.argv[1:] or ("pydoc:test", "stdlib:test"):
     ids = corpora.windows(params.tokenizer.encode(corpora.text(source)), PREFIX + AFTER, TEXTS, 0)
-    alone, found = Alone(params, ids, PREFIX), {}
+    alone, found = LayerTexts(params, ids, PREFIX), {}
     for text in (PLAN, *UNIFORM):
         config = parse(text).bound(params)
         size = tree_bytes(layout(config, params.config, 1, PREFIX + AFTER, 0, jnp.float32)[1])

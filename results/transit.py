@@ -58,9 +58,9 @@ def measured(params: Any, corpus: str, codec: str) -> dict[str, Any]:
 
 
 def store_root(params: Any, store: Any) -> str:
-    from jkv.prefix_cache.stored_prefix import Beginnings
+    from jkv.prefix_cache.stored_prefix import StoredPrefixes
 
-    return Beginnings(store, params, jkv.parse("full")).root
+    return StoredPrefixes(store, params, jkv.parse("full")).root
 
 
 if __name__ == "__main__":

@@ -83,6 +83,6 @@ if __name__ == "__main__":
         steps, (_, length, _) = int(state.steps), told["texts"]
         tokens = steps * told["recipe"]["batch"] * told["recipe"]["accumulate"] * length
         own = {"rank": told["rank"], "rope_dim": told["rope_dim"], "steps": steps, "tokens": tokens}
-        made = kl_distillation.whole(student, jax.tree.map(jnp.asarray, state.score))
+        made = kl_distillation.student_params(student, jax.tree.map(jnp.asarray, state.score))
         rows.append(row(made, texts, model, **own))
         write(rows, about)

@@ -189,7 +189,7 @@ def test_one_program_serves_all_blocks_and_all_calls(case: Case):
         decode_loop.attended,
         decode_loop.mixed,
         decode_loop.flushed,
-        decode_loop.said,
+        decode_loop.last_logits,
         decode_loop.flushed_due,
         decode_loop.steps,
     )

@@ -29,7 +29,7 @@ from jkv.methods.merging import lococo as blends
 from jkv.methods.prefill.s3attention import Featured
 from jkv.methods.selection.attention_predictor import Forecast
 from jkv.models import FAMILIES, Params
-from jkv.models.weights.params import apart
+from jkv.models.weights.params import disassemble
 from jkv.speculative import redrafter
 from jkv.training.checkpoints import Folder
 from jkv.training.data import corpora as data
@@ -316,7 +316,7 @@ def utility(run: Run, *, foreseen: Path | None, fading: Path | None, budget: int
     if run.start is not None and (foreseen or fading):
         raise ValueError("--start has both gates: leave out --foreseen and --fading")
     if run.start is None:
-        score = Utility(gate=utility_recipe.begun(run.params, foreseen, fading))
+        score = Utility(gate=utility_recipe.starting_gates(run.params, foreseen, fading))
         more = {"gates": digest([np.asarray(x).tobytes() for x in jax.tree.leaves(score)])}
     own = f"utility(budget={budget}, window={recipe.window}, gate={str(run.out)!r})"
     fitted(run, recipe, score, ("full", f"streaming(budget={budget})", own), more, {"budget": budget})
@@ -447,8 +447,8 @@ def xecomla(run: Run, *, rank: int, rope_dim: int, query_rank: int, **chosen: An
         bare, score = replace(student, layers=()), latents.trained(student)
         with console.progress(recipe.steps) as say:
             made = kl.Distilling(bare, texts, recipe, folder, say, model=run.params)
-            student = kl.whole(bare, made.run(score).score)
-        tensors = apart(student, FAMILIES[student.config.family].TENSORS)
+            student = kl.student_params(bare, made.run(score).score)
+        tensors = disassemble(student, FAMILIES[student.config.family].TENSORS)
         write_folder(run.out, config, tensors, run.params.tokenizer)
         told = (
             f"{student.config.cached} numbers a token and layer, {run.params.config.heads * run.params.config.cached}"

@@ -70,7 +70,7 @@ class Job:
         if self.mesh is None:
             found = sharding.mesh(target.devices, self.model, self.batch)
         else:
-            found = sharding.named(self.mesh, target.devices, self.model, self.batch)
+            found = sharding.parse_mesh(self.mesh, target.devices, self.model, self.batch)
         if found.size > 1:
             check_divided(self.form)
         return sharding.MeshPlan(found)

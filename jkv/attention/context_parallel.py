@@ -125,7 +125,7 @@ def each_query(run: Callable[..., Any], q: Array, k: Array, v: Array, pos: Array
     return jax.shard_map(run, in_specs=given, out_specs=own, check_vma=False)(q, k, v, pos, *by, until)
 
 
-def whole(tree: Any, axes: Axes, axis: int = 2) -> Any:
+def gather_slots(tree: Any, axes: Axes, axis: int = 2) -> Any:
     """Replicate small arrays [B,H,C,...] over the devices that divide slots, as contests need all of them."""
     mesh = jax.sharding.get_abstract_mesh()
     if all(mesh.shape.get(x, 1) == 1 for x in axes):
@@ -139,10 +139,10 @@ def first(part: Part, n: int) -> Array | int:
     return 0 if part is None else part * n
 
 
-def own(index: Array, part: Part, n: int) -> Array:
+def local_slots(index: Array, part: Part, n: int) -> Array:
     """Convert slot indices of all devices to those of a device with n slots; n or more if it does not have the slot.
 
-    >>> own(jnp.array([0, 4, 7, 8]), jnp.int32(1), 4).tolist()
+    >>> local_slots(jnp.array([0, 4, 7, 8]), jnp.int32(1), 4).tolist()
     [4, 0, 3, 4]
     """
     if part is None:
@@ -169,7 +169,7 @@ def read(x: Array, index: Array, axes: Axes) -> Array:
     def mine(x: Array, part: Part, index: Array) -> Array:
         if part is None:
             return take(x, index)
-        at = own(index, part, x.shape[2])
+        at = local_slots(index, part, x.shape[2])
         here = (at < x.shape[2]).reshape(*at.shape, *[1] * (x.ndim - 3))
         return jnp.where(here, take(x, at), 0)
 
@@ -181,4 +181,4 @@ def write(x: Array, index: Array, new: Array, axes: Axes, by: Callable[[Array, A
 
     An index of C or more is dropped.
     """
-    return each_given(lambda x, part, index, new: by(x, own(index, part, x.shape[2]), new), x, axes, index, new)
+    return each_given(lambda x, part, index, new: by(x, local_slots(index, part, x.shape[2]), new), x, axes, index, new)

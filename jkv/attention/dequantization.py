@@ -16,7 +16,7 @@ from jkv.cache.offload import near
 
 
 @value
-class Stored:
+class DequantizedLayer:
     """A layer's cache by position.
 
     Attributes:
@@ -31,7 +31,7 @@ class Stored:
 
 
 @jax.jit
-def stored(cache: Cache) -> list[Stored]:
+def dequantize(cache: Cache) -> list[DequantizedLayer]:
     """Dequantize every layer of a cache; S is the maximum number of positions that it was made for."""
     out = []
     for plan, layer, rope in zip(cache.plan, cache.read, cache.model.ropes, strict=True):
@@ -49,5 +49,5 @@ def stored(cache: Cache) -> list[Stored]:
             write = jax.vmap(jax.vmap(lambda x, i, y: x.at[i].set(y.astype(x.dtype))))
             k, v = write(k, at, key), write(v, at, val)
             here = write(here, at, jnp.ones(at.shape, bool))
-        out.append(Stored(k=k[:, :, :-1], v=v[:, :, :-1], here=here[:, :, :-1]))
+        out.append(DequantizedLayer(k=k[:, :, :-1], v=v[:, :, :-1], here=here[:, :, :-1]))
     return out

@@ -15,7 +15,7 @@ from jkv import kernels
 from jkv.arrays.pytree import static, value
 from jkv.attention import context_parallel
 from jkv.attention.mask import causal, visible
-from jkv.attention.tier_attention import asked, bare, counted, flat, key_logits, tier_dot, tier_mix
+from jkv.attention.tier_attention import bare, counted, flat, key_logits, pooled_queries, tier_dot, tier_mix
 from jkv.attention.tier_index import reach
 from jkv.attention.tiling import cut, over_tiles, tile_size
 from jkv.cache.cache import MERGED, Counts, LayerCache, Observation, Queries, Tier, Window
@@ -234,7 +234,7 @@ class Evidence:
             return use(read, c, tile_size(True, c, QUERIES, config.unit))
 
         out = context_parallel.each(own, bare(tier), tier.axes, join)
-        return out if join else context_parallel.whole(out, tier.axes)
+        return out if join else context_parallel.gather_slots(out, tier.axes)
 
     def _of_window(self, use: Callable[..., Any], join: Any = None) -> Any:
         """Read the window's tiles."""
@@ -255,7 +255,9 @@ class Evidence:
         """Return (p, q_pos, pos, index) of n slots from `start`; `first` is the device's first slot."""
         at, c = tier.pos if tier.at is None else tier.at, tier.pos.shape[2]
         places, slots, whose = jax.tree.map(lambda x: _cut(x, start, n), (at, tier.pos, tier.head))
-        logits = key_logits(asked(flat(q), tier), cut(tier.k, start, n, c), places, config, self.rope) * self.scale
+        logits = (
+            key_logits(pooled_queries(flat(q), tier), cut(tier.k, start, n, c), places, config, self.rope) * self.scale
+        )
         logits, pos = logits.reshape(*q.shape[:4], n), replace(tier, pos=slots, head=whose).seen_by(q.shape[1])
         logits = counted(logits, _cut(tier.columns[MERGED], start, n) if MERGED in tier.columns else None)
         return *_probabilities(logits, lse, q_pos, pos, self.plan.window), first + start + jnp.arange(n)

@@ -36,7 +36,7 @@ def flat(x: Array) -> Array:
     return x.reshape(b, h, g * t, *rest)
 
 
-def asked(x: Array, tier: Tier) -> Array:
+def pooled_queries(x: Array, tier: Tier) -> Array:
     """Put x [B,H,N,...] on the tier's head axis, which is 1 for a head-pooled tier."""
     return x if tier.head is None else together(x)
 
@@ -222,7 +222,7 @@ def _pages_here(pages: Array, part: context_parallel.Part, tier: Tier, config: T
     """Convert pages i32[B,H,P] of all devices to those of one, -1 where another device has the page."""
     assert config.select is not None
     units = tier.pos.shape[2] // config.select.unit
-    here = context_parallel.own(pages, part, units)
+    here = context_parallel.local_slots(pages, part, units)
     return jnp.where(here < units, here, -1)
 
 
@@ -352,7 +352,7 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
     config = config.of(tier)
     at = tier.pos if tier.at is None else tier.at
     shape = (*x.shape[:3], tier.pos.shape[2])
-    x = asked(x.astype(jnp.float32), tier)
+    x = pooled_queries(x.astype(jnp.float32), tier)
     b, h, n, _ = x.shape
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
     decodes = is_far(code) or not codec.exact or (of == "k" and config.pre_rope)
@@ -371,9 +371,9 @@ def tier_dot(x: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
         tiles = tile_sizes(decodes, c, shape[2], config.unit, b * h * max(x.shape[3], n))
         return over_tiles(body, jnp.zeros((b, h, n, c), jnp.float32), c, *tiles)
 
-    return context_parallel.whole(context_parallel.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3).reshape(
-        shape
-    )
+    return context_parallel.gather_slots(
+        context_parallel.each(own, (code, at), tier.axes, axis=3), tier.axes, axis=3
+    ).reshape(shape)
 
 
 def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Array:
@@ -382,7 +382,7 @@ def tier_mix(w: Array, tier: Tier, config: TierView, rope: Rope, of: str) -> Arr
     at = tier.pos if tier.at is None else tier.at
     codec, code = (config.k, tier.k) if of == "k" else (config.v, config.values(tier))
     shape = w.shape[:3]
-    w = asked(w, tier)
+    w = pooled_queries(w, tier)
 
     def own(held: Any, part: context_parallel.Part) -> Array:
         code, at, pos = held

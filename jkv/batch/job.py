@@ -165,7 +165,7 @@ def version() -> str | None:
 
 
 @cache
-def made() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Return what the tokens should not depend on, up to ties of floats: source code, versions and device."""
     source = sha256()
     for root in (jkv.__path__[0], models.__path__[0]):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jkv.batch.output_rows import answered, dumped, relined, scan, tally
+from jkv.batch.output_rows import dumped, match_rows, relined, scan, tally
 from jkv.io.errors import FormatError
 from jkv.utils.files import sync
 from jkv.utils.json_results import beside, create
@@ -160,7 +160,7 @@ class Shard:
             sync(out)
             with self.path.open("rb") as file:
                 found, self.size = scan(self.path, file)
-            lines = answered(self.path, found, wanted)
+            lines = match_rows(self.path, found, wanted)
             if retry:
                 lines = [line if x.counts else None for x, line in zip(found, lines, strict=True)]
             self._cut()

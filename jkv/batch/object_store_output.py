@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jkv.batch.local_output import agree, foreign, headless, manifest
-from jkv.batch.output_rows import Written, answered, dumped, relined, scan, tally
+from jkv.batch.output_rows import OutputRow, dumped, match_rows, relined, scan, tally
 from jkv.io.errors import FormatError
 from jkv.io.object_store import names, reaching, read_bytes
 from jkv.utils.notes import note
@@ -182,7 +182,7 @@ class Parts:
             retry: drop failed rows, so that they run again.
 
         Raises:
-            FormatError, ValueError: as `output_rows.scan` and `output_rows.answered`.
+            FormatError, ValueError: as `output_rows.scan` and `output_rows.match_rows`.
         """
         listed = self.listed()
         self.generation = max((part.generation for part in listed), default=0)
@@ -191,7 +191,7 @@ class Parts:
         # Match rows to the input.
         found, raws, torn = self.read()
         kept = once(found)
-        lines = answered(self.out / f"{self.stem}.*.jsonl", [found[i] for i in kept], self.wanted)
+        lines = match_rows(self.out / f"{self.stem}.*.jsonl", [found[i] for i in kept], self.wanted)
         if retry:
             lines = [line if found[i].counts else None for i, line in zip(kept, lines, strict=True)]
         places = dict(zip(kept, lines, strict=True))
@@ -206,7 +206,7 @@ class Parts:
             self.append(b"".join(relined(raws[i], line) for i, line in places.items() if line is not None))
         self.delete(part.name(self.stem) for part in sorted(listed - self.known))
 
-    def read(self) -> tuple[list[Written], list[bytes], list[bytes]]:
+    def read(self) -> tuple[list[OutputRow], list[bytes], list[bytes]]:
         """Read the objects that count. Returns rows, their raw lines, and torn lines."""
         found, raws, torn = [], [], []
         for part in sorted(self.known):
@@ -226,7 +226,7 @@ class Parts:
             note(f"{what} {self.out / name}")
 
 
-def once(found: Sequence[Written]) -> list[int]:
+def once(found: Sequence[OutputRow]) -> list[int]:
     """Return the indices of rows without duplicates of a line; an answer is preferred to a failure.
 
     >>> once([Written(1, "a", None), Written(2, "b", None), Written(1, "a", (3, 2))])

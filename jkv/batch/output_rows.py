@@ -17,7 +17,7 @@ NAMED = 5  # most line numbers in a message
 
 
 @dataclass(frozen=True)
-class Written:
+class OutputRow:
     """One row of an output file.
 
     Attributes:
@@ -50,7 +50,7 @@ def dumped(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
-def parsed(raw: bytes) -> Written:
+def parsed(raw: bytes) -> OutputRow:
     """Parse a line of an output file. Raises ValueError, TypeError or KeyError if it is no row.
 
     >>> parsed(b'{"line": 7, "key": "ab", "error": "the prompt is empty"}').line
@@ -61,10 +61,10 @@ def parsed(raw: bytes) -> Written:
     numbers = (line, *(counts or ()))
     if any(type(x) is not int for x in numbers) or min(numbers) < 0 or line < 1 or not isinstance(key, str):
         raise ValueError("its line, key or numbers of tokens cannot be right")
-    return Written(line, key, counts)
+    return OutputRow(line, key, counts)
 
 
-def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[Written], int]:
+def scan(path: Place, lines: Iterable[bytes]) -> tuple[list[OutputRow], int]:
     """Parse the lines of an output file.
 
     Returns:
@@ -105,7 +105,7 @@ def relined(raw: bytes, line: int) -> bytes:
     return raw if row["line"] == line else dumped(row | {"line": line})
 
 
-def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -> list[int | None]:
+def match_rows(path: Place, found: Sequence[OutputRow], wanted: Mapping[int, str]) -> list[int | None]:
     """Match rows of the output to lines of the input.
 
     A row answers its own line, or another one with the same key. Answers are matched before failures.
@@ -122,7 +122,7 @@ def answered(path: Place, found: Sequence[Written], wanted: Mapping[int, str]) -
         ValueError: an answer matches no line, and answers must not be deleted.
 
     >>> from pathlib import Path
-    >>> answered(Path("x"), [Written(1, "a", (3, 2)), Written(2, "b", None)], {2: "a", 3: "c"})
+    >>> match_rows(Path("x"), [OutputRow(1, "a", (3, 2)), OutputRow(2, "b", None)], {2: "a", 3: "c"})
     [2, None]
     """
     left = dict(wanted)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.batch.job import Job, Tell, made
+from jkv.batch.job import Job, Tell, provenance
 from jkv.batch.output import Rows, output
 from jkv.batch.processes import Heard, any_of, gathered, spans
 from jkv.batch.report import Report
@@ -22,14 +22,14 @@ from jkv.core.compilation import Cost, use_disk_cache
 from jkv.engine import batch_size
 from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer
-from jkv.engine.formats import Answered
+from jkv.engine.formats import SampleAnswers
 from jkv.engine.request import Refused, Request, checked, failed, limits, lines, read
 from jkv.engine.scheduler import Bucket, Grain, arrange, shape
-from jkv.engine.suspend import Suspended
+from jkv.engine.suspend import SuspendedRows
 from jkv.methods.compatibility import check, check_prefill
 from jkv.prompts.chunking import LEAST, chosen, spare
 from jkv.speculative.guard import Trial
-from jkv.utils.errors import said, survivable
+from jkv.utils.errors import error_message, survivable
 from jkv.utils.notes import note
 
 
@@ -83,7 +83,7 @@ class Work:
         shard.add([_row(r) for r in rows if isinstance(r, Refused) and r.line not in shard.done])
         self.requests = [x for r in rows if isinstance(r, Request) for x in r.samples]
         left = (r for r in self.requests if r.line not in shard.done)
-        self.suspended = Suspended(aside, job.params, job.config, left)
+        self.suspended = SuspendedRows(aside, job.params, job.config, left)
         self.parts: dict[int, dict[int, Answer]] = {}  # answers by line and sample
         shares = job.shares and job.config.splits and job.store is None
         self.buckets = self.arranged(self.requests, shares, job.grain(self.requests) if shares else None)
@@ -161,7 +161,7 @@ class Work:
         while True:
             try:
                 if running is None:
-                    rows = min(most or self.size(bucket), batch_size.whole(len(bucket.rows), unit))
+                    rows = min(most or self.size(bucket), batch_size.round_up(len(bucket.rows), unit))
                     shapes = self.job.shapes(bucket, self.requests, rows)
                     running = Running(
                         self.job.params, shapes, self.cost, self.job.store, self.drafter, self.trial, self.suspended
@@ -174,7 +174,7 @@ class Work:
                 # Without running rows, or out of memory before any row ended, the other rows would fail too.
                 under_way = () if running is None else tuple(running.under_way)
                 alike = not under_way or (not wrote and "RESOURCE_EXHAUSTED" in str(error))
-                failure = Failure(text=said(error), rows=under_way, alike=alike)
+                failure = Failure(text=error_message(error), rows=under_way, alike=alike)
                 break
             if ended is None:
                 break
@@ -199,7 +199,7 @@ class Work:
             if not survivable(error):
                 raise
             lost = rows - self.suspended.rows
-            note(f"{lost} of {rows} rows under way could not be kept and will begin anew ({said(error)})")
+            note(f"{lost} of {rows} rows under way could not be kept and will begin anew ({error_message(error)})")
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows that have a result, and delete their records."""
@@ -330,7 +330,7 @@ def _row(x: Answer | Refused, *more: Answer) -> dict[str, Any]:
     if isinstance(x, Refused):
         return {"line": x.line, **x.form.refusal(x.id, x.key, x.error, x.status), "key": x.key}
     request, read_, each = x.request, len(x.request.tokens), [x, *more]
-    about = Answered(
+    about = SampleAnswers(
         id=request.id,
         key=request.key,
         choices=tuple((a.text, a.end) for a in each),
@@ -382,7 +382,7 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) ->
     about = job.about()  # on all processes, because the weights may be sharded over them
     if job.writes:
         place = output(job.out)
-        place.claim(about, made())
+        place.claim(about, provenance())
         shard = place.rows({r.line: r.key for r in own}, process, processes, job.retry)
         aside = place.aside(process, processes) if job.over is None else None  # rows on a mesh are not suspended
     try:

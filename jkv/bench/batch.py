@@ -49,7 +49,7 @@ def ragged(count: int, longest: int, new: int, shared: int, vocab: int) -> Promp
     return Prompts(shared, [head + x for x in own], rng.integers(max(new // 4, 1), new + 1, count).tolist())
 
 
-def answered(params: Params, prompts: Prompts, cache: str, batch: int, shares: bool) -> tuple[Report, list[list[int]]]:
+def run_job(params: Params, prompts: Prompts, cache: str, batch: int, shares: bool) -> tuple[Report, list[list[int]]]:
     """One job in a folder of its own: its report and the tokens of each row."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "in.jsonl", Path(folder) / "out"
@@ -101,8 +101,8 @@ def rows(
         peers = total / seconds
         yield about | {"engine": "transformers", "batch": best, "seconds": seconds, "tokens_per_s": peers, "ratio": 1.0}
         for shares in (True, False) if head else (True,):
-            compile_s = answered(params, prompts, cache, batch, shares)[0].compile_s
-            report, ours = answered(params, prompts, cache, batch, shares)
+            compile_s = run_job(params, prompts, cache, batch, shares)[0].compile_s
+            report, ours = run_job(params, prompts, cache, batch, shares)
             yield about | {
                 "engine": "jkv batch" if shares else "jkv batch, no sharing",
                 "cache": cache,

@@ -13,7 +13,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from jkv.bench.engines import Jkv, Transformers, apart
+from jkv.bench.engines import Jkv, Transformers, largest_difference
 from jkv.bench.environment import SEED
 from jkv.bench.measure import arithmetic, read_rate, turns, weight_bytes
 from jkv.bench.speed import number
@@ -68,7 +68,7 @@ def rows(
     params = build(source.config, source.tensors, jnp.float32)
     engines = Jkv(params), Transformers(source, threads)
     narrow = Jkv(replace(params, prefill_dtype=jnp.dtype("bfloat16"))), engines[1]
-    difference = apart(*engines)
+    difference = largest_difference(*engines)
     rng, reads, computes = np.random.default_rng(SEED), 0.0, {NARROW: 0.0, "prefill": 0.0}
     prompted = [(kind, n) for n in prompts for kind in ("prefill", NARROW)]
     for kind, tokens in [("decode", n) for n in lengths] + prompted:

@@ -20,7 +20,7 @@ from jkv.bench.engines import Jkv
 from jkv.bench.environment import SEED
 from jkv.core import decode_loop
 from jkv.core.compilation import PROGRAMS, ahead, compiled, forget
-from jkv.generation.arguments import asked
+from jkv.generation.arguments import parse_arguments
 from jkv.generation.generate import Generation
 from jkv.methods.compatibility import check_prefill
 from jkv.models import ModelConfig, Params
@@ -70,7 +70,7 @@ def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
         marks.append(time.perf_counter() - start)
         return [False]
 
-    options = asked(params, spec, max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
+    options = parse_arguments(params, spec, max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
     run = Generation(params, options, ids.tolist(), single=False)
     run.first()
     mark()

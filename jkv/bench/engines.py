@@ -202,7 +202,7 @@ class Kvpress(Transformers):
 PEERS = {kind.name: kind for kind in (Transformers, Kvpress)}
 
 
-def apart(engine: Jkv, peer: Transformers) -> float:
+def largest_difference(engine: Jkv, peer: Transformers) -> float:
     """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
     ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))
     ours = engine.logits(ids)

@@ -136,7 +136,7 @@ def measured(size: Size, dtype: str, record: Record, say: Callable[[str], None])
 
     def add(part: str, row: Row) -> None:
         record.add({"part": part, **row})
-        say(f"{part}: {told(row)}")
+        say(f"{part}: {format_row(row)}")
 
     for part, rows in zip(PARTS, (checks, rates, table, decoding), strict=True):
         found = rows(size, dtype)
@@ -202,11 +202,13 @@ def decoding(size: Size, dtype: str) -> Iterator[Row]:
             yield {"cache": cache, "context": size.context, "failed": str(error)}
 
 
-def told(row: Row) -> str:
+def format_row(row: Row) -> str:
     """A row in a line.
 
-    >>> told({"cache": "int8", "context": 512, "ms": 1.5}), told({"copy_bytes_per_s": 2e9}), told({"failed": "no room"})
-    ('int8 at 512: 1.500 ms', '2.0 GB/s', 'no room')
+    >>> format_row({"cache": "int8", "context": 512, "ms": 1.5}), format_row({"copy_bytes_per_s": 2e9})
+    ('int8 at 512: 1.500 ms', '2.0 GB/s')
+    >>> format_row({"failed": "no room"})
+    'no room'
     """
     if "failed" in row:
         return str(row["failed"])

@@ -35,18 +35,18 @@ KEEPS = (0.5, 0.25, 0.125)
 
 
 @dataclass(frozen=True)
-class Held:
+class KeptPositions:
     """What a cache holds: the positions bool[L,B,H,S], and the perplexity after it."""
 
     here: np.ndarray
     ppl: float
 
     @classmethod
-    def joined(cls, rows: Sequence[Held]) -> Held:
+    def joined(cls, rows: Sequence[KeptPositions]) -> KeptPositions:
         """Of texts of one length, in a batch.
 
-        >>> one, two = (Held(np.ones((1, 1, 1, 3), bool), x) for x in (2.0, 8.0))
-        >>> Held.joined([one, two]).here.shape, round(Held.joined([one, two]).ppl, 6)
+        >>> one, two = (KeptPositions(np.ones((1, 1, 1, 3), bool), x) for x in (2.0, 8.0))
+        >>> KeptPositions.joined([one, two]).here.shape, round(KeptPositions.joined([one, two]).ppl, 6)
         ((1, 2, 1, 3), 4.0)
         """
         mean = np.mean([np.log(x.ppl) for x in rows])
@@ -81,13 +81,13 @@ def texts(prompt: int) -> dict[str, tuple[str, int]]:
     }
 
 
-def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, prefill: Prefills) -> Held:
+def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, prefill: Prefills) -> KeptPositions:
     """One of `texts`."""
     before, after = np.split(ids, [prompt], 1)
     config = replace(methods.parse(text), block=after.shape[1], chunk=chunk)  # no flush before the continuation's end
     cache, logits = prefill(params, config, before, after.shape[1])
     predicted = np.concatenate(list(Follow(params, cache, logits, after)), 1)
-    found = Held(here(cache, prompt), ppl(predicted, after))
+    found = KeptPositions(here(cache, prompt), ppl(predicted, after))
     print(f"jkv {text}: {found.ppl:.3f}", flush=True)
     forget()
     return found
@@ -127,12 +127,12 @@ class Kvpress:
         out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=options["scaling"])
         return out.transpose(1, 2), None
 
-    def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
+    def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], KeptPositions]:
         """Every peer at every keep, and ("full", 1); a text at a time, as some presses take those of row 0 for all."""
         found = [self._row(ids[i : i + 1], prompt) for i in range(len(ids))]
-        return {key: Held.joined([row[key] for row in found]) for key in found[0]}
+        return {key: KeptPositions.joined([row[key] for row in found]) for key in found[0]}
 
-    def _row(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], Held]:
+    def _row(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], KeptPositions]:
         before, after = (self.torch.as_tensor(x, dtype=self.torch.long) for x in (ids[:, :prompt], ids[:, prompt:]))
         presses = {(p, keep): p.press(self.kv, 1 - keep, int(keep * prompt)) for p in PEERS for keep in KEEPS}
         first, cut = self._by_layer({key: press for key, press in presses.items() if key[0].probe is None}, before)
@@ -149,7 +149,7 @@ class Kvpress:
                 start = layers[0][0].shape[2] if key[0] in relative else prompt
                 rest = self._continue(layers, after[:, :-1], start)
                 logits = self.torch.cat([first, rest], 1).numpy()
-                results[key] = Held(np.stack([h.numpy() for *_, h in layers]), ppl(logits, ids[:, prompt:]))
+                results[key] = KeptPositions(np.stack([h.numpy() for *_, h in layers]), ppl(logits, ids[:, prompt:]))
                 print(f"kvpress {key[0]} {key[1]}: {results[key].ppl:.3f}", flush=True)
         return results
 
@@ -220,7 +220,9 @@ class Kvpress:
 # ----------------------------------------------------------------------------------------------------------- table
 
 
-def compared(prompt: int, mine: dict[str, Held], theirs: dict[tuple[str, float], Held]) -> list[dict[str, Any]]:
+def compared(
+    prompt: int, mine: dict[str, KeptPositions], theirs: dict[tuple[str, float], KeptPositions]
+) -> list[dict[str, Any]]:
     """Every row of what `ours`, by `texts`, and `Kvpress.run` found."""
     keys = [("full", 1.0, "full", "")]
     keys += [(p.method, keep, p.key(int(keep * prompt)), p.note) for p in PEERS for keep in KEEPS]
@@ -235,7 +237,7 @@ def about(args: argparse.Namespace, ids: np.ndarray) -> dict[str, Any]:
     return out | {"versions": out["versions"] | {"kvpress": metadata.version("kvpress")}}
 
 
-def line(method: str, keep: float, a: Held, b: Held, note: str) -> dict[str, Any]:
+def line(method: str, keep: float, a: KeptPositions, b: KeptPositions, note: str) -> dict[str, Any]:
     """One row: overlaps are shares of what jkv keeps; the least is that of the worst layer, window and head."""
     same = overlap(a.here, b.here)
     return {

@@ -19,7 +19,7 @@ import numpy as np
 
 import jkv
 from jkv import methods
-from jkv.bench.engines import Jkv, Transformers, apart
+from jkv.bench.engines import Jkv, Transformers, largest_difference
 from jkv.bench.environment import check_path, meta, save, use_cores
 from jkv.bench.measure import turns
 from jkv.core.compilation import forget
@@ -86,14 +86,14 @@ class Quantized(Transformers):
         return self.torch.cat(found, 1).float().numpy(), taken
 
 
-def stored(x: Any) -> int:
+def tensor_bytes(x: Any) -> int:
     """Bytes of the tensors that a backend made of keys or values; a tensor in parts has those of its parts."""
     if isinstance(x, Mapping):
-        return sum(map(stored, x.values()))
+        return sum(map(tensor_bytes, x.values()))
     if isinstance(x, tuple | list):
-        return sum(map(stored, x))
+        return sum(map(tensor_bytes, x))
     if hasattr(x, "__tensor_flatten__"):
-        return sum(stored(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+        return sum(tensor_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
     return x.numel() * x.element_size() if hasattr(x, "element_size") else 0
 
 
@@ -104,7 +104,7 @@ def bits(cache: Any, numbers: int) -> list[float]:
     """
     sides = ("_quantized_keys", "keys"), ("_quantized_values", "values")
     held = [[getattr(x, codes, getattr(x, exact)) for x in cache.layers] for codes, exact in sides]
-    return [round(8 * stored(side) / (numbers * len(side)), 4) for side in held]
+    return [round(8 * tensor_bytes(side) / (numbers * len(side)), 4) for side in held]
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert params.tokenizer is not None
     ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)
     peer = Quantized(args.model, args.threads)
-    apart(Jkv(params), peer)
+    largest_difference(Jkv(params), peer)
     rows = ours(params, ids, args.prompt, OURS) + theirs(peer, ids, args.prompt, THEIRS)
     times = timed((params, peer), ids[:1, : args.prompt], args.steps, args.rounds, OURS, THEIRS)
     rows = [x | times[x["engine"], x["cache"]] for x in rows]

@@ -19,7 +19,7 @@ from jkv.bench.speed import number
 from jkv.core.compilation import Cost
 from jkv.eval import corpora
 from jkv.generation.api import generate
-from jkv.generation.arguments import asked
+from jkv.generation.arguments import parse_arguments
 from jkv.generation.generate import Generation, Result
 from jkv.models import Params
 from jkv.speculative.build import drafter
@@ -82,7 +82,7 @@ def long(
     assert params.tokenizer is not None
     tokens = params.tokenizer.encode(corpora.text("stdlib"))
     texts = np.asarray(corpora.windows(tokens, context, batch, SEED)).tolist()
-    begun = Generation(params, asked(params, cache, max_new_tokens=new, stop_ids=()), texts, single=False)
+    begun = Generation(params, parse_arguments(params, cache, max_new_tokens=new, stop_ids=()), texts, single=False)
     for draft in drafts:
         plain, drafted = (partial(_on, begun, params, x) for x in (None, draft))
         for width in WIDTHS:

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from jkv import methods
-from jkv.bench.engines import PEERS, Jkv, apart
+from jkv.bench.engines import PEERS, Jkv, largest_difference
 from jkv.bench.environment import SEED
 from jkv.bench.llama import NAME as LLAMA
 from jkv.bench.llama import LlamaCpp
@@ -134,7 +134,7 @@ def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype:
     if vs not in PEERS:
         return Beside(params, vs)
     peer = PEERS[vs](source, threads, dtype)
-    apart(Jkv(params), peer)
+    largest_difference(Jkv(params), peer)
     return peer
 
 

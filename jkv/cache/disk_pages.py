@@ -130,7 +130,7 @@ def _noted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def raise_page_errors() -> Iterator[None]:
     """Re-raise the OSError of a record that failed inside a JAX program.
 
     JAX raises its own RuntimeError, whose text contains that of the OSError.

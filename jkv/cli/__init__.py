@@ -1,1 +1,1 @@
-"""Everything that talks to a terminal: the commands of `jkv`."""
+"""The `jkv` command line."""

@@ -1,4 +1,4 @@
-"""`python -m jkv.cli`: the command where its script is not on the path."""
+"""`python -m jkv.cli`: the `jkv` command without its console script."""
 
 from jkv.cli.app import main
 

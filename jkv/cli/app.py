@@ -1,4 +1,7 @@
-"""The command line, light: generate, batch, serve, inspect, methods, eval, bench, recommend, plan, train, fetch, ..."""
+"""The `jkv` command: generate, batch, serve, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch.
+
+Importing this module does not import jax, so that `jkv --help` starts fast.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from jkv.cli.options import (
     Mesh,
     Model,
     PrefillDtype,
-    Stored,
+    StoreFolder,
     Weights,
     flat,
 )
@@ -48,25 +51,29 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 CACHE = "snapkv(budget=512) | int4"
-UsageError: Any = typer.BadParameter.__base__  # click's or, in a newer typer, its own, which exports the subclass alone
+UsageError: Any = (
+    typer.BadParameter.__base__
+)  # click's class or typer's own copy: newer versions export only the subclass
 
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Turns what a user can cause into one line on stderr and exit code 1; JKV_DEBUG=1 shows the traceback instead.
+    """Turn user-facing errors into one line on stderr and exit code 1; JKV_DEBUG=1 shows the traceback instead.
 
-    The exit code of options and arguments that cannot be read is 2.
-    A reader that leaves (`| head`) and Ctrl-C end the program without a word, with the codes of their signals.
+    Invalid options and arguments exit with code 2. A closed pipe (`| head`) and Ctrl-C exit silently with the codes of
+    their signals (141 and 130).
     """
     try:
         yield
         sys.stdout.flush()
-    except typer.Exit:  # a RuntimeError, of all things
+    except typer.Exit:  # a subclass of RuntimeError, which is caught below
         raise
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # or the interpreter would flush, and fail, once more
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # otherwise the interpreter flushes again at exit, and fails again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
     except UsageError as error:
@@ -81,7 +88,7 @@ def one_line() -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str:
-    """One line about an error, with a way out where its own text has none."""
+    """Format an error as one line, and suggest a fix if its own text has none."""
     text = textwrap.shorten(str(error) or type(error).__name__, 800)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
@@ -92,7 +99,7 @@ def _said(error: BaseException) -> str:
 
 
 class Group(TyperGroup):
-    """All commands, each within `one_line`; without a command, the help."""
+    """A command group that runs its commands within `one_line` and prints the help without a command."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with one_line():
@@ -135,14 +142,24 @@ app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
 app.command()(serve_cli.serve)
 
-Cached = Annotated[str, typer.Option("--cache", help="A composition of methods; see: jkv methods")]
+Cached = Annotated[str, typer.Option("--cache", help="Cache methods, joined by |; list them with: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
-Chat = Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if there is one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Chat = Annotated[
+    bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
-    """The text of a file (- is stdin), then `text`; ValueError if both are missing or blank, or it cannot be read."""
+    """Join the text of a file and `text` into one prompt.
+
+    Args:
+        text: Text that follows the file's; None for no text.
+        file: Path of a UTF-8 file, "-" for stdin; None for no file.
+
+    Raises:
+        ValueError: The prompt is blank, or the file cannot be read or is not UTF-8.
+    """
     parts = []
     if file is not None:
         try:
@@ -173,7 +190,10 @@ def _open(
     weights: str | None,
     prefill_dtype: str | None,
 ) -> tuple[Params, Any]:
-    """The model, and the text as its prompt. What is wrong with the cache is said before anything is loaded."""
+    """Load a model and make the text its prompt: chat messages if the chat template applies, else plain text.
+
+    The cache is parsed first, so that an invalid one raises before the weights are loaded.
+    """
     from jkv.io import load as loading
     from jkv.methods import parse
 
@@ -188,7 +208,7 @@ def _open(
 
 
 def show(pieces: Iterator[str]) -> Any:
-    """Prints pieces of text to stdout as they come; the generator's return value."""
+    """Print pieces of text to stdout as they arrive, and return the generator's return value."""
     try:
         with status("compiling and reading the prompt"):
             piece = next(pieces)
@@ -203,21 +223,25 @@ def show(pieces: Iterator[str]) -> Any:
 @app.command()
 @flat
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt, appended to the text of --file.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt text; follows the text of --file if both are given.")
+    ] = None,
     model: Model = MODEL,
     cache: Cached = CACHE,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     drawing: Drawing = Drawing(),
-    seed: Annotated[int, typer.Option(help="Seed of the sampling; of further answers the numbers after it.")] = 0,
-    n: Annotated[int, typer.Option("-n", min=1, help="Answers to the prompt, which is read once.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed; answer i of -n uses seed + i.")] = 0,
+    n: Annotated[int, typer.Option("-n", min=1, help="Number of answers; the prompt is prefilled once.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
     chunk: Chunk = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Guesses, several verified a pass: suffix, recycle, drafter, a cache; two: a | b."),
+        typer.Option(help="Speculative decoding: suffix, recycle, drafter(...), or a cache; join two with |."),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also run the full cache: KL, first difference.")] = False,
-    stored: Stored = Stored(),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run the full cache; report KL and first difference.")
+    ] = False,
+    stored: StoreFolder = StoreFolder(),
     chat: Chat = None,
     chat_options: ChatOptions = ChatOptions(),
     file: File = None,
@@ -227,7 +251,7 @@ def generate(
     mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
-    """Generate text to stdout as it comes, then the cache's receipt to stderr."""
+    """Generate text. The text streams to stdout; the receipt (tokens kept, bytes, time) follows on stderr."""
     text, store = read_prompt(prompt, file), stored.open()
     params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
     params = chat_options.give(params)
@@ -259,11 +283,11 @@ def generate(
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="A method: its arguments, equations and claims.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show one method: arguments, equations, claims.")] = None,
     as_json: Json = False,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Which pairs of methods go together.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Show which pairs of methods can be combined.")] = False,
 ) -> None:
-    """The methods that a --cache can be composed of."""
+    """List the methods that a --cache can combine, or describe one of them."""
     from jkv.methods import CATALOGUE, known
 
     if name is not None and pairs:
@@ -288,7 +312,7 @@ def _listed(row: Row) -> dict[str, Any]:
 
 
 def _method(row: Row, as_json: bool) -> None:
-    """One method: its arguments and defaults, source, claim and exactness, and the parts that it is made of."""
+    """Print one method: arguments with defaults, paper, claim, exactness, bits, and the parts it consists of."""
     if as_json:
         arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
         print(json.dumps({**_listed(row), "arguments": arguments, "text": row.text, "parts": row.parts}, indent=2))
@@ -306,7 +330,7 @@ def _method(row: Row, as_json: bool) -> None:
 
 
 def _pairs(as_json: bool) -> None:
-    """Which methods that score go with which that code or select; why the others are refused."""
+    """Print which scoring methods combine with which codecs and selectors, and why other pairs are rejected."""
     from jkv import methods, models
 
     found = methods.pairs(models.read_config(models.TINY))
@@ -328,7 +352,7 @@ def _pairs(as_json: bool) -> None:
 def inspect(
     model: Model = MODEL,
     cache: Cached = CACHE,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, appended to the text of --file.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt text; follows the text of --file.")] = None,
     file: File = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the kept tokens: out.png, .svg, .pdf")] = None,
     chunk: Chunk = None,
@@ -339,7 +363,7 @@ def inspect(
     mesh: Mesh = None,
     as_json: Json = False,
 ) -> None:
-    """The contents of a cache after a prompt: tokens, positions and bytes of each layer."""
+    """Show what a cache holds after a prompt: tokens, positions and bytes of each layer."""
     from jkv.generation import inspect as inspecting
 
     if plot is not None:
@@ -393,15 +417,15 @@ def _sizes(codes: int, scales: int, metadata: int) -> str:
 
 
 @app.command()
-def fetch(name: Annotated[str, typer.Argument(help=f"Such as {MODEL}.")] = MODEL) -> None:
-    """Download a named model once, and print its path."""
+def fetch(name: Annotated[str, typer.Argument(help=f"Model name, such as {MODEL}.")] = MODEL) -> None:
+    """Download a known model (once) and print its path."""
     from jkv.io import hub
 
     print(hub.fetch(name))
 
 
 def main() -> None:
-    """The entry point of the `jkv` command."""
+    """Run the `jkv` command line (console script entry point)."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest

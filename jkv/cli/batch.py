@@ -1,4 +1,4 @@
-"""jkv batch. Imports jax only when it runs."""
+"""The `jkv batch` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.batch.preemption import stoppable
-from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, Stored, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, StoreFolder, Weights, flat
 from jkv.engine import MOST_NEW
 from jkv.utils import console
 
@@ -23,51 +23,54 @@ if TYPE_CHECKING:
 @flat
 def batch(
     source: Annotated[
-        str, typer.Argument(metavar="IN.jsonl", help="One JSON object per line: prompt, messages or tokens; or a URL.")
+        str,
+        typer.Argument(
+            metavar="IN.jsonl", help="Input file or URL: one JSON object per line with prompt, messages or tokens."
+        ),
     ],
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="Output folder or URL: rows as JSON lines, and report.json.")
+        str, typer.Argument(metavar="OUT", help="Output folder or URL: answers as JSON lines, and report.json.")
     ],
     model: Model = MODEL,
-    cache: Annotated[str, typer.Option(help="A composition of methods; see: jkv methods")] = "full",
+    cache: Annotated[str, typer.Option(help="Cache methods, joined by |; list them with: jkv methods")] = "full",
     mesh: Annotated[
-        str | None, typer.Option(help="Devices of each process, or of all, such as data=4,model=2,context=2.")
+        str | None, typer.Option(help="Device mesh of each process, or of all, such as data=4,model=2,context=2.")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Rows of a batch; auto: as many as fit.")] = "auto",
+    batch: Annotated[str, typer.Option(help="Batch size; auto: as many rows as fit.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate per row.")] = 128,
     drawing: Drawing = Drawing(),
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the sampling of each row. Default: its line number.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt, drawn one by one.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Random seed of every row. Default: the row's line number.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers per prompt, sampled one by one.")] = 1,
     new_tokens_limit: Annotated[
-        int, typer.Option(min=1, help="Largest max_new_tokens of a row, if the cache has no limit of its own.")
+        int, typer.Option(min=1, help="Largest max_new_tokens a row may ask for, if the cache sets no limit.")
     ] = MOST_NEW,
-    draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
     stages: Annotated[
         str | None,
-        typer.Option(help="Processes that prefill and that decode, such as prefill=1,decode=1. Default: one for both."),
+        typer.Option(
+            help="Disaggregated prefill and decode processes, such as prefill=1,decode=1. Default: one for both."
+        ),
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     chat_options: ChatOptions = ChatOptions(),
-    stored: Stored = Stored(),
+    stored: StoreFolder = StoreFolder(),
     dtype: Dtype = None,
     weights: Weights = None,
     hosts: Annotated[
         str | None,
-        typer.Option(help="One process of several: auto, as jax finds them; or ADDRESS:PORT,i,n for process i of n."),
+        typer.Option(help="Multi-process job: auto (as jax detects it), or ADDRESS:PORT,i,n for process i of n."),
     ] = None,
 ) -> None:
-    """Answer every row of a file once; a run that was killed, or had no room left, goes on where it was.
+    """Answer every line of a JSONL file. Run the same command again to resume.
 
-    Lines of OpenAI's batch API (custom_id, method, url, body) are read too, and answered in kind.
+    Lines of OpenAI's batch API (custom_id, method, url, body) are accepted too, and answered in the same format.
 
-    A row may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, n, max_new_tokens, stop and
+    A line may set its own id, temperature, top_k, top_p, min_p, repetition_penalty, seed, n, max_new_tokens, stop and
     chat_template_kwargs.
-    The rows, their ends and the errors of those that failed are in OUT/rows-*.jsonl, by their line in the input.
+    Answers, finish reasons and the errors of failed lines go to OUT/rows-*.jsonl, with their input line numbers.
 
-    The exit code is 0 when all rows are answered, 65 when some failed, 75 when it was stopped and rows are left.
+    Exit codes: 0 all lines answered, 65 some failed, 75 stopped with lines left to do.
     """
     at_once = _number(batch)
     with stoppable() as stopped:
@@ -100,7 +103,7 @@ def batch(
 
 
 def _number(text: str) -> int:
-    """Rows at once; 0: auto."""
+    """Parse --batch: the batch size, or 0 for auto."""
     if text == "auto":
         return 0
     if not text.isdecimal() or int(text) < 1:
@@ -124,7 +127,7 @@ def start(
     tell: Tell,
     options: dict[str, Any],
 ) -> Report:
-    """Loads the model and runs the job; what is wrong with the cache or the input is said before anything is loaded."""
+    """Load the model and run the job. An invalid cache or input raises before anything is loaded."""
     from jkv.batch.disaggregated.allocation import divided
     from jkv.batch.disaggregated.coordinator import staged
     from jkv.batch.job import Job
@@ -142,7 +145,7 @@ def start(
         join(hosts)
     load = partial(loading.load, model, dtype, mesh, weights)
     params = chat_options.give(load())
-    over, shares = sharding.over(params), workers is None
+    over, shares = sharding.mesh_of(params), workers is None
     job = Job(
         source=asked, out=answers, params=params, config=config, defaults=settings, over=over, shares=shares, **options
     )
@@ -150,10 +153,10 @@ def start(
 
 
 def join(hosts: str) -> None:
-    """Makes this process one of several. Raises ValueError for a text that does not say which."""
+    """Join the multi-process job that --hosts describes. Raises ValueError if it cannot be parsed."""
     import jax
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_enable_preemption_service", False)  # it would install its own SIGTERM handler
     if hosts == "auto":
         jax.distributed.initialize()
         return

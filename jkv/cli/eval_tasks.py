@@ -112,7 +112,7 @@ def dataset(
         for name, rows in tasks.items():
             if name not in ruler:
                 where = dict(zip(("dataset", "data_dir"), name.split("/"), strict=True))
-                made += leaderboard.publish(kvpress, found, {name: rows}, leaderboard.alone, **where, **told)
+                made += leaderboard.publish(kvpress, found, {name: rows}, leaderboard.task_score, **where, **told)
         _published(made)
 
 

@@ -1,6 +1,6 @@
-"""Options that several commands take, each with the same words: one, or a dataclass of those that go together.
+"""Command-line options shared by several commands: single options, and dataclasses that group related ones.
 
-A command names such a dataclass as the type of a parameter; `flat` makes an option of each of its fields.
+A command declares a parameter with such a dataclass as its type; `flat` turns each field into an option.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-MODEL = "smollm2-135m"  # where none is named
-Model = Annotated[
-    str, typer.Option(help="A known name, a .gguf file, a model folder, a URL of one, or hub:org/name\\[@REVISION].")
-]
-FLOATS = "Type of weights and exact tokens: float32, bfloat16 or float16."
+MODEL = "smollm2-135m"  # the default model
+Model = Annotated[str, typer.Option(help="Model: known name, .gguf file, folder, URL, or hub:org/name\\[@REVISION].")]
+FLOATS = "Type of weights and unquantized keys and values: float32, bfloat16 or float16."
 Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
-Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: bfloat16, on CPUs and old GPUs float32.")]
+Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: bfloat16; float32 on CPUs and old GPUs.")]
 
 
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="What matrices are kept as: int8, int4, file (a .gguf file's own blocks), \"bitstack(bytes='4GiB')\". "
+        help="Weight format in memory: int8, int4, file (keep the .gguf's own blocks), \"bitstack(bytes='4GiB')\". "
         "Default: --dtype."
     ),
 ]
 PrefillDtype = Annotated[
     str | None,
-    typer.Option(help="Type that a prompt's products are made in: bfloat16 is faster on many CPUs. Default: --dtype."),
+    typer.Option(help="Type of matrix products in prefill; bfloat16 is faster on many CPUs. Default: --dtype."),
 ]
 Mesh = Annotated[
-    str | None, typer.Option(help="Devices that share the weights, such as data=2,model=4. Default: one device.")
+    str | None, typer.Option(help="Device mesh to shard over, such as data=2,model=4. Default: one device.")
 ]
 Chunk = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Prompt tokens prefilled at a time; 0: all. Default: all, or as many as memory has room for."
+        min=0,
+        help="Prompt tokens per prefill chunk; 0: the whole prompt. Default: the whole prompt, or what fits in memory.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A folder of the beginnings of prompts that were read."""
+class StoreFolder:
+    """The options of the persistent prefix cache."""
 
     store: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Read beginnings of prompts from there that were read before.")
+        str | None, typer.Option(metavar="FOLDER", help="Folder of a persistent prefix cache, reused across runs.")
     ] = None
-    store_bytes: Annotated[str, typer.Option(help="Most that the folder holds, such as 8GiB.")] = "8GiB"
-    store_evict: Annotated[str, typer.Option(help="What goes first: lru, or lpc:FILE, of jkv train lpc.")] = "lru"
+    store_bytes: Annotated[str, typer.Option(help="Size limit of --store, such as 8GiB.")] = "8GiB"
+    store_evict: Annotated[
+        str, typer.Option(help="Eviction policy of --store: lru, or lpc:FILE (from jkv train lpc).")
+    ] = "lru"
     store_codec: Annotated[
-        str, typer.Option(help='"": what it holds is exact; or cachegen(level=1), 2 or 3, or cachegen(within=SECONDS).')
+        str, typer.Option(help='Compression of --store: "" (exact), cachegen(level=1..3) or cachegen(within=SECONDS).')
     ] = ""
 
     def open(self) -> Any:
-        """A `jkv.Store`, or None; raises ValueError."""
+        """Open the `jkv.Store`, or return None without --store. Raises ValueError for options that need --store."""
         from jkv.prefix_cache.store import Store
 
         if self.store is None:
-            if self != Stored():
+            if self != StoreFolder():
                 raise ValueError("--store-bytes, --store-evict and --store-codec are of a folder: give --store too")
             return None
         return Store(self.store, self.store_bytes, self.store_evict, codec=self.store_codec)
@@ -72,11 +73,11 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What the model's template is told in every chat."""
+    """The options of the chat template."""
 
     chat_template_kwargs: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="What the chat template is told, such as '{\"enable_thinking\": false}'."),
+        typer.Option(metavar="JSON", help="Arguments of the chat template, such as '{\"enable_thinking\": false}'."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class ChatOptions:
         return options
 
     def give(self, params: Any) -> Any:
-        """The same model, whose template is told so. ValueError for one that has none."""
+        """Return the model with these chat template arguments. Raises ValueError if it has no chat template."""
         options = self._read()
         if not options:
             return params
@@ -102,9 +103,9 @@ class ChatOptions:
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:
-    """The command of a function: each field of a parameter that is a dataclass is an option of its own.
+    """Turn a function into a command whose dataclass parameters are flattened into one option per field.
 
-    Defaults are those of the fields, or of the parameter's own default, which is such a dataclass.
+    An option's default is the field's, or comes from the parameter's default, an instance of the dataclass.
     """
     hints, options, groups = get_type_hints(run, include_extras=True), [], {}
     for p in signature(run).parameters.values():
@@ -134,23 +135,23 @@ def flat(run: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """The sampling of tokens."""
+    """The sampling parameters."""
 
-    temperature: Annotated[float, typer.Option(help="Temperature of sampling; 0: greedy.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this total probability.")] = 1.0
     min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the highest probability.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens that occurred become less probable.")] = 1.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: makes repeated tokens less likely.")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The model of a measurement of quality, and where its result goes."""
+    """The options of every quality measurement: model, seed, result file, types and mesh."""
 
     model: Model = MODEL
-    seed: Annotated[int, typer.Option(help="Seed of the texts' positions and of the tasks.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the text positions and the tasks.")] = 0
     out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run goes on where it was.")
+        Path | None, typer.Option("--json", metavar="OUT", help="Result file; a re-run resumes from it.")
     ] = None
     dtype: Dtype = None
     weights: Weights = None
@@ -159,40 +160,45 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """The caches that are measured, and on how much."""
+    """The options of quality measurements that compare caches."""
 
-    cache: Annotated[list[str] | None, typer.Option("--cache", help="A composition; repeatable. Default: full.")] = None
-    samples: Annotated[int, typer.Option(help="Texts, or prompts of each task.")] = 4
-    batch: Annotated[int, typer.Option(help="Rows, or questions of a session, at a time.")] = 4
+    cache: Annotated[list[str] | None, typer.Option("--cache", help="Cache to measure; repeatable. Default: full.")] = (
+        None
+    )
+    samples: Annotated[int, typer.Option(help="Number of texts, or of prompts per task.")] = 4
+    batch: Annotated[int, typer.Option(help="Batch size (texts, or questions of a session).")] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text whose beginning is compressed, and whose continuation is predicted."""
+    """The options of a text: its prefix is prefilled and compressed, its continuation is predicted."""
 
     corpus: Annotated[
-        str, typer.Option(help="pydoc (prose), stdlib (code), either with :test, a dataset: wikitext, ...")
+        str, typer.Option(help="pydoc (prose) or stdlib (code), also with :test; or a dataset such as wikitext.")
     ] = "pydoc"
-    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead.")] = None
-    tokens: Annotated[
-        Path | None, typer.Option("--tokens", metavar="FILE.npz", help="int32 \\[n, prefix + continue].")
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Your own UTF-8 text instead of --corpus.")
     ] = None
-    prefix: Annotated[int, typer.Option(help="Tokens that are prefilled and compressed.")] = 2048
-    rest: Annotated[int, typer.Option("--continue", help="Tokens after them, predicted one by one.")] = 256
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", metavar="FILE.npz", help="Token ids instead: int32 \\[n, prefix + continue]."),
+    ] = None
+    prefix: Annotated[int, typer.Option(help="Tokens prefilled and compressed.")] = 2048
+    rest: Annotated[int, typer.Option("--continue", help="Tokens after the prefix, predicted one by one.")] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The weights whose speed is measured."""
+    """The options of the model whose speed is measured."""
 
     model: Annotated[
-        str | None, typer.Option(help="A known name, a .gguf file, a model folder, or hub:org/name\\[@REVISION].")
-    ] = None  # or a shape
+        str | None, typer.Option(help="Model: known name, .gguf file, folder, or hub:org/name\\[@REVISION].")
+    ] = None  # or --shape
     shape: Annotated[
-        str | None, typer.Option(help="A public model's shape: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")
+        str | None, typer.Option(help="Shape of a public model: llama-3.1-8b, llama-3.2-1b, qwen3-8b, ...")
     ] = None
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Seeded noise in the shape of --shape or --model.")
+        bool, typer.Option("--random-weights", help="Use seeded random weights in the shape of --shape or --model.")
     ] = False
     dtype: Dtype = None
     weights: Weights = None
@@ -200,29 +206,29 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The cores that a measurement of speed takes, and where its rows go."""
+    """The options of every speed measurement: CPU cores and result file."""
 
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Confine the process to so many of its cores. Default: all of them.")
-    ] = None
-    out: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU cores to use. Default: all.")] = None
+    out: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the results to this file.")] = (
+        None
+    )
 
 
 CACHES = ("full", "snapkv(budget=512) | int4")
 Caches = Annotated[
-    list[str] | None, typer.Option("--cache", help=f"A composition; repeatable. Default: {' and '.join(CACHES)}")
+    list[str] | None, typer.Option("--cache", help=f"Cache to measure; repeatable. Default: {' and '.join(CACHES)}")
 ]
 Context = Annotated[
     list[int] | None, typer.Option(min=1, help="Tokens in the cache; repeatable. Default: 512 and 2048.")
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one that is not.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Timed rounds, after one warm-up round.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Subject, Machine):
-    """The weights, caches, contexts and rows of a measurement of speed."""
+    """The options of speed measurements over caches and contexts."""
 
     context: Context = None
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1
     cache: Caches = None
     rounds: Rounds = 5

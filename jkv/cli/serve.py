@@ -1,4 +1,4 @@
-"""jkv serve. Imports jax only when it runs."""
+"""The `jkv serve` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, Stored, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, StoreFolder, Weights, flat
 from jkv.utils.console import status
 from jkv.utils.optional_deps import install
 
-TOKEN = "JKV_TOKEN"  # the environment variable with what a caller has to bear
+TOKEN = "JKV_TOKEN"  # environment variable with the bearer token that clients must send
 
 
 @flat
@@ -20,34 +20,34 @@ def serve(
     model: Model = MODEL,
     cache: Annotated[
         list[str] | None,
-        typer.Option("--cache", help="Default of requests; repeatable: others that may name folders of weights."),
+        typer.Option("--cache", help="Default cache (full). Repeat to allow more caches that refer to local folders."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address; any but this machine's own needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: --model.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a running batch.")] = 8,
+    host: Annotated[str, typer.Option(help="Address to bind. Anything but localhost requires a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Model name shown to clients. Default: --model.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Requests per running batch.")] = 8,
     prompt_tokens_limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest prompt, in tokens. Default: 2048, or what the context takes."),
+        typer.Option(min=1, help="Longest prompt in tokens. Default: 2048, or less if the context is smaller."),
     ] = None,
     new_tokens_limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest answer, in tokens. Default: 512, or what the context takes."),
+        typer.Option(min=1, help="Longest answer in tokens. Default: 512, or less if the context is smaller."),
     ] = None,
-    caches: Annotated[int, typer.Option(min=1, help="Caches that have a running batch at once.")] = 4,
-    queue: Annotated[int, typer.Option(min=1, help="Rows that may wait; more get status 429.")] = 64,
+    caches: Annotated[int, typer.Option(min=1, help="Most caches with a running batch at once.")] = 4,
+    queue: Annotated[int, typer.Option(min=1, help="Most waiting requests; further ones get status 429.")] = 64,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="PATH", help=f"File with the token of callers. Default: {TOKEN}, or none.")
+        Path | None, typer.Option(metavar="PATH", help=f"File with the API token. Default: ${TOKEN}, else none.")
     ] = None,
-    grace: Annotated[int, typer.Option(min=0, help="Seconds that calls may take after SIGTERM.")] = 30,
-    draft: Annotated[str | None, typer.Option(help="Guesses, several verified a pass: suffix, recycle.")] = None,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM.")] = 30,
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
     chat_options: ChatOptions = ChatOptions(),
-    stored: Stored = Stored(),
+    stored: StoreFolder = StoreFolder(),
     dtype: Dtype = None,
     weights: Weights = None,
     prefill_dtype: PrefillDtype = None,
 ) -> None:
-    """Serve OpenAI's HTTP API: completions, chat completions and models; a request may choose its cache."""
+    """Serve an OpenAI-compatible HTTP API: completions, chat completions, models. A request may choose its cache."""
     given = tuple(cache or ("full",))
     token, store = read_token(token_file), stored.open()
     from jkv.methods import parse
@@ -70,7 +70,11 @@ def serve(
 
 
 def read_token(path: Path | None) -> str:
-    """The token of a file, or of the environment; "": none. ValueError for one that is empty or has blanks."""
+    """Read the API token from a file, or from the environment variable TOKEN; "" if there is none.
+
+    Raises:
+        ValueError: The file cannot be read, or the token is shorter than 8 characters, not ASCII or contains blanks.
+    """
     if path is None:
         token = os.environ.get(TOKEN, "")
         return token if not token else _checked(token, TOKEN)

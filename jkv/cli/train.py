@@ -71,7 +71,7 @@ class Taught:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole(Taught):
+class ModelSteps(Taught):
     """Steps of the whole model."""
 
     weight: Weight = 1.0
@@ -86,7 +86,7 @@ class Suffix(Taught):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrimKV(Whole):
+class TrimKV(ModelSteps):
     """Gates that predict how slowly a new token decays."""
 
     budget: Budget = 512
@@ -96,7 +96,7 @@ class TrimKV(Whole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakeEach(Whole):
+class MakeEach(ModelSteps):
     """Gates of layers and heads that compete for one budget."""
 
     budget: Budget = 512
@@ -130,7 +130,7 @@ class LoCoCo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DMS(Whole):
+class DMS(ModelSteps):
     """Switches that mark new tokens for a later eviction."""
 
     window: Annotated[int, typer.Option(min=1, help="Age in tokens at which a marked token is evicted.")] = 128
@@ -142,7 +142,7 @@ class DMS(Whole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionGate(Whole):
+class AttentionGate(ModelSteps):
     """Gates over the whole prompt, before a layer attends."""
 
     price: Annotated[float, typer.Option(help="Penalty in nats for keeping all tokens, layer-wise.")] = 0.75

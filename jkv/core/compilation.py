@@ -18,7 +18,7 @@ from jax.experimental.layout import Format, Layout
 
 from jkv import kernels
 from jkv.cache.cache import Cache, Decoding, device_bytes
-from jkv.cache.disk_pages import told
+from jkv.cache.disk_pages import raise_page_errors
 from jkv.cache.offload import settled
 from jkv.cache.offload_memory import KIND
 from jkv.models import Params
@@ -209,7 +209,7 @@ def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: 
 
 def _begin(key: Any) -> tuple[Future[Compiled], bool]:
     """Return the future for `key`, and whether this thread must compile it."""
-    fork_guard.begun()
+    fork_guard.mark_started()
     with LOCK:
         future: Future[Compiled] = Future()
         if key in PROGRAMS:  # another thread has just finished it
@@ -346,7 +346,7 @@ class Cost:
     def run(self, flow: Any, *args: Any, **static: Any) -> Any:
         """Run `flow` and wait for its results."""
         start, before = time.perf_counter(), self.compiling
-        with told():
+        with raise_page_errors():
             out = jax.block_until_ready(self.begin(flow, *args, **static))
         self.running += time.perf_counter() - start - (self.compiling - before)
         return out

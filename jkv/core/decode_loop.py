@@ -24,9 +24,9 @@ from jkv.core.layer_step import (
     entering,
     flushed,
     flushed_due,
+    last_logits,
     mixed,
     mixing,
-    said,
     taken,
 )
 from jkv.core.sampling import Sampling, sample
@@ -213,7 +213,7 @@ def _prefilled(
         layers += (replace(layer, queries=queries),)
         if on is not None:
             x, pos, ids = run(taken, x, pos, ids, on)
-    logits = run(said, ends, x)
+    logits = run(last_logits, ends, x)
     return replace(cache, layers=layers, states=states, counts=counts, fill=jnp.int32(stay)), logits
 
 
@@ -293,7 +293,7 @@ def _advance(
             x, state = mixing(params.block(i), moving.states[len(states)], x, pos, alive)
             states += (state,)
     seen = moving.seen + alive.astype(jnp.int32)
-    return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1, put=put), said(ends, x)
+    return StepCarry(layers=layers, states=states, seen=seen, fill=moving.fill + 1, put=put), last_logits(ends, x)
 
 
 def _split(cache: Cache, plan: Views) -> StepCarry:

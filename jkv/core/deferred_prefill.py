@@ -22,7 +22,7 @@ from jkv.core.layer_step import as_window, embedded, mixed, none
 from jkv.models import ModelConfig, Params
 from jkv.models import layer as block
 from jkv.models.weights.linear import decoded
-from jkv.protocols import PROBED, Columns, Probe, Worth
+from jkv.protocols import PROBED, AttentionGradient, Columns, Probe
 
 
 @flow(arguments=(None, ANY, None, None, None), results=ANY, donate_argnames=("cache",))
@@ -92,7 +92,9 @@ def probed(
         part = attend_window(q, window.k, window.v, causal(pos, plan.window), window.pos, model.scale, plan.kernels)
         part = with_sinks(part, new.sinks)
         ev = evidence(layer, window, Observation(new=Queries(q=q, pos=pos, lse=part.lse)), counts, plan, model)
-        worth = None if slope is None else Worth(query=slope, key=moved(window, decoded(one.layers[0]["o"])))
+        worth = (
+            None if slope is None else AttentionGradient(query=slope, key=moved(window, decoded(one.layers[0]["o"])))
+        )
         columns = {
             name: by.observe(ev, span, x, worth) if name.rpartition(".")[2] == PROBED else x
             for name, x in ev.columns.items()

@@ -104,7 +104,7 @@ def pooled(
     b, h, n = new.rank.shape
     head = jnp.broadcast_to(jnp.repeat(jnp.arange(h, dtype=jnp.uint8), n), (b, 1, h * n))
     slots = rank[:, :, : ev.slots].max(1, keepdims=True)  # a slot is dead (-inf) for all heads but its own
-    slots, new = context_parallel.whole((slots, replace(jax.tree.map(together, new), head=head)), tier.axes)
+    slots, new = context_parallel.gather_slots((slots, replace(jax.tree.map(together, new), head=head)), tier.axes)
     if not plan.tiers[0].evicts:
         return slots, new
     pos, of = tier.pos[:, :, : ev.slots], tier.head[:, :, : ev.slots]

@@ -99,7 +99,7 @@ def flush(
 
 def _known(tier: Tier) -> Tier:
     """Replicate positions, columns and owning heads of a tier to all devices; codes and summaries stay divided."""
-    pos, columns, at, head = context_parallel.whole((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
+    pos, columns, at, head = context_parallel.gather_slots((tier.pos, tier.columns, tier.at, tier.head), tier.axes)
     return replace(tier, pos=pos, columns=columns, at=at, head=head)
 
 

@@ -189,7 +189,7 @@ def taken(x: Array, pos: Array, ids: Array, on: Array) -> tuple[Array, Array, Ar
 
 
 @program(arguments=(None, None), results=None)
-def said(ends: Params, x: Array) -> Array:
+def last_logits(ends: Params, x: Array) -> Array:
     """Return the logits f32[B,V] of the newest token of x [B,T,E]."""
     return family(ends.config).head(ends, x[:, -1:])[:, 0]
 

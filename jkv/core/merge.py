@@ -19,7 +19,7 @@ from jkv.attention.tier_attention import write
 from jkv.cache import codec_map
 from jkv.cache.cache import Tier
 from jkv.cache.spec import LayerConfig, TierConfig
-from jkv.protocols import Code, Codec, Columns, Lost, Merge
+from jkv.protocols import Code, Codec, Columns, Evicted, Merge
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def may_change(config: TierConfig) -> bool:
 
 
 def merged(
-    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Lost, plan: LayerConfig
+    merge: Merge, ev: Evidence, tiers: list[Tier], stages: list[Newcomers], lost: Evicted, plan: LayerConfig
 ) -> tuple[list[Tier], list[Newcomers]]:
     """Apply a merge to the tiers and to newcomers that are not yet encoded, and return both.
 
@@ -91,11 +91,11 @@ def merged(
     return out, [_with_shares(x, index, k, v, columns, total) for x in stages]
 
 
-def evicted(new: Newcomers, ev: Evidence) -> Lost:
+def evicted(new: Newcomers, ev: Evidence) -> Evicted:
     """Return the losers of the last tier as evicted tokens, by kv head."""
     heads, total = ev.pos.shape[1:]
     # At a first flush S has no slots, so dead newcomers get the index S, for none.
-    return Lost(index=jnp.where(new.of(heads), new.index, total), k=new.k, v=new.v)
+    return Evicted(index=jnp.where(new.of(heads), new.index, total), k=new.k, v=new.v)
 
 
 def _decoded(codec: Codec, code: Code, index: Array, tier: Tier) -> Array:

@@ -22,7 +22,7 @@ Bounds = tuple[Array, Array, Array, Array]
 
 
 @value
-class Given:
+class ForcedTokens:
     """Tokens that are taken instead of drawn.
 
     Attributes:
@@ -63,7 +63,7 @@ class Sampling:
     min_p: Array
     penalty: Array
     stop_ids: Array
-    given: Given | None = None
+    given: ForcedTokens | None = None
     greedy: bool = static()
 
 
@@ -211,7 +211,7 @@ def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
         better = behind < _distance(middle)
         count = better.sum(-1)
         fits = (count < top_k) & (jnp.where(better, weight, 0).sum(-1) < limit)
-        up, down = apart(bounds) & fits, apart(bounds) & ~fits
+        up, down = bounds_differ(bounds) & fits, bounds_differ(bounds) & ~fits
         low, before = jnp.where(up, middle, low), jnp.where(up, count, before)
         return low, jnp.where(down, middle, high), before, jnp.where(down, count, until)
 
@@ -219,11 +219,11 @@ def kept(behind: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     # iterations suffice, and fewer where one token is left between the bounds.
     farthest, none = jnp.full_like(top_k, _BITS_OF_INF), jnp.zeros_like(top_k)
     start = jnp.where(off, farthest, 0), farthest + 1, none, none + behind.shape[1]
-    _, beyond, *_ = jax.lax.while_loop(lambda bounds: apart(bounds).any(), halve, start)
+    _, beyond, *_ = jax.lax.while_loop(lambda bounds: bounds_differ(bounds).any(), halve, start)
     return (behind <= _distance(beyond - 1)) & (weight >= min_p[:, None]) & (behind < jnp.inf)
 
 
-def apart(bounds: Bounds) -> Array:
+def bounds_differ(bounds: Bounds) -> Array:
     """Return whether the bounds still differ by more than one token, bool[B]."""
     low, high, before, until = bounds
     return (high - low > 1) & (until - before > 1)

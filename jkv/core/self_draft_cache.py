@@ -98,7 +98,7 @@ def _copied(q: Array, at: Array, columns: Columns, tier: Tier, config: TierView,
     return jax.tree.map(jnp.copy, replace(copy, at=None if tier.at is None else acts))
 
 
-def alone(plan: Plan) -> Plan:
+def draft_plan(plan: Plan) -> Plan:
     """Return the plan of a cache whose tiers are such copies: its own codes on the device, read whole."""
     own = dict(select=None, lender=0, far=(False, False), hot=0)
     return tuple(replace(one, tiers=tuple(replace(tier, **own) for tier in one.tiers)) for one in plan)

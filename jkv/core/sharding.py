@@ -48,7 +48,7 @@ def mesh(devices: Sequence[Any], model: ModelConfig, rows: int) -> Mesh:
     return Mesh(np.array(devices).reshape(by_rows, -1, 1), (ROWS, HEADS, CONTEXT))
 
 
-def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
+def parse_mesh(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) -> Mesh:
     """Build the mesh that a text such as "data=4,model=2,context=2" describes, over the first devices.
 
     Args:
@@ -81,9 +81,9 @@ def named(text: str, devices: Sequence[Any], model: ModelConfig, rows: int = 0) 
 
 
 def here(text: str, model: ModelConfig) -> Mesh:
-    """Build a mesh like `named`, over the devices of all processes if it uses all of them, else over this process's."""
+    """Build a mesh like `parse_mesh`, over all devices if it uses them all, else over this process's."""
     every = jax.devices()
-    return named(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
+    return parse_mesh(text, every if prod(_sizes(text).values()) == len(every) else jax.local_devices(), model)
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -167,7 +167,7 @@ class MeshPlan:
             return function.over(given, back).lower(*args, *fixed)
 
 
-def over(params: Params) -> MeshPlan | None:
+def mesh_of(params: Params) -> MeshPlan | None:
     """Return the mesh that a model's weights are divided over, or None if they are on one device."""
     where = params.embed.sharding
     return MeshPlan(where.mesh) if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else None

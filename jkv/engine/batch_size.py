@@ -37,7 +37,7 @@ def several(rows: int, unit: int) -> int:
     return max(rows // WAVE // unit * unit, unit)
 
 
-def whole(rows: int, unit: int) -> int:
+def round_up(rows: int, unit: int) -> int:
     """Round rows up to a multiple of `unit`."""
     return -(-rows // unit) * unit
 
@@ -104,7 +104,7 @@ def largest(
                 raise
             return inf
 
-    most = whole(min(rows, AT_ONCE.get(jax.default_backend(), ELSEWHERE)), unit)
+    most = round_up(min(rows, AT_ONCE.get(jax.default_backend(), ELSEWHERE)), unit)
     found = search(share, unit, most)
     if not found:
         raise ValueError(f"not even {unit} rows fit into the {free:,} free bytes: take a smaller cache or shorter rows")

@@ -12,7 +12,7 @@ from jkv.engine.prefill import Filled, Prefilling
 from jkv.engine.request import Refused, Request
 from jkv.engine.scheduler import Wave, waves
 from jkv.engine.spec import Shapes
-from jkv.engine.suspend import Suspended
+from jkv.engine.suspend import SuspendedRows
 from jkv.models import Params
 from jkv.prefix_cache.store import Store
 from jkv.speculative.guard import Trial
@@ -38,7 +38,7 @@ class Running(Slots):
         store: Store | None = None,
         drafter: Drafter | None = None,
         trial: Trial | None = None,
-        suspended: Suspended | None = None,
+        suspended: SuspendedRows | None = None,
     ) -> None:
         """Allocate an empty batch.
 
@@ -52,7 +52,7 @@ class Running(Slots):
         """
         super().__init__(params, shapes, cost, drafter, trial)
         self.prompts = Prefilling(params, shapes, cost, store)
-        self.suspended = suspended or Suspended(None, params, shapes.config)
+        self.suspended = suspended or SuspendedRows(None, params, shapes.config)
         self.entering: tuple[Request, ...] = ()
 
     @property

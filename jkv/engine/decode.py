@@ -23,7 +23,7 @@ from jkv.speculative.decoding import Drafting
 from jkv.speculative.draft_length import Pace
 from jkv.speculative.guard import Trial
 from jkv.speculative.proposer import Drafter
-from jkv.utils.errors import said, survivable
+from jkv.utils.errors import error_message, survivable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class Slots:
         except BaseException as error:
             if not survivable(error):
                 raise
-            return failed(request, said(error))
+            return failed(request, error_message(error))
 
     def answer(self, slot: int) -> Answer | None:
         """Return the answer of the row in a slot, or None if it continues.
@@ -235,7 +235,7 @@ class Slots:
         row, checker = self.slots[slot], self.checkers[slot]
         assert row is not None and checker is not None
         request, tokens = row
-        if why := nan_check.said(self.params, tokens):
+        if why := nan_check.nan_message(self.params, tokens):
             raise ValueError(why)
         tokenizer, stop = self.params.tokenizer, request.settings.stop
         tokens[:] = checker.cut(tokens)

@@ -54,7 +54,7 @@ EXACT = 1 << 53  # whole numbers up to here are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class SampleAnswers:
     """Content of an answer, in any format.
 
     Attributes:
@@ -92,7 +92,7 @@ class Form(Protocol):
 
     def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
-    def answer(self, x: Answered) -> dict[str, Any]: ...
+    def answer(self, x: SampleAnswers) -> dict[str, Any]: ...
 
     def refusal(self, name: Any, key: str, error: str, status: int) -> dict[str, Any]: ...
 
@@ -109,7 +109,7 @@ class Plain:
     def own(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return asking(row)
 
-    def answer(self, x: Answered) -> dict[str, Any]:
+    def answer(self, x: SampleAnswers) -> dict[str, Any]:
         each = [({} if text is None else {"text": text}) | {"end": end} for text, end in x.choices]
         return {"id": x.id, **(each[0] if len(each) == 1 else {"choices": each})}
 
@@ -144,9 +144,9 @@ class Call:
             raise ValueError(f"{row.get('method')} {row.get('url')}: POST {CHAT} and POST {TEXT} are answered")
         if not isinstance(row.get("body"), dict):
             raise ValueError("body is an object, with model and messages or prompt")
-        return own(self.url, row["body"])
+        return from_openai(self.url, row["body"])
 
-    def answer(self, x: Answered) -> dict[str, Any]:
+    def answer(self, x: SampleAnswers) -> dict[str, Any]:
         chat = self.url == CHAT
 
         def choice(i: int, text: str | None, end: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def asking(row: Mapping[str, Any]) -> dict[str, Any]:
     return out | whole
 
 
-def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str, Any]:
+def from_openai(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str, Any]:
     """Convert the body of an OpenAI request to a row in jkv's field names.
 
     Args:
@@ -222,7 +222,7 @@ def own(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> dict[str
     Raises:
         ValueError: an unknown field, or a value that is not supported.
 
-    >>> own(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0.0})
+    >>> from_openai(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0.0})
     {'prompt': 'Tides', 'max_tokens': 4}
     """
     body, chat = asking(body), url == CHAT

@@ -22,7 +22,7 @@ from jkv.engine.spec import Shapes
 from jkv.models import Params
 from jkv.prefix_cache.prefix import tail
 from jkv.prefix_cache.store import Store
-from jkv.prefix_cache.stored_prefix import Beginnings
+from jkv.prefix_cache.stored_prefix import StoredPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Prefilling:
             store: prefix cache. Used if the cache config can reuse prefixes and prompts are prefilled without chunks;
                 then `shapes.several` is 1.
         """
-        begins = None if store is None or shapes.bucket.chunk else Beginnings(store, params, shapes.config)
+        begins = None if store is None or shapes.bucket.chunk else StoredPrefixes(store, params, shapes.config)
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.empty_rows = maker(partial(shapes.cache, shapes.several), cost)
@@ -133,7 +133,7 @@ class Prefilling:
             cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
         return cache, logits
 
-    def begun(self, begins: Beginnings, wave: Wave) -> tuple[Cache, Array, int]:
+    def begun(self, begins: StoredPrefixes, wave: Wave) -> tuple[Cache, Array, int]:
         """Prefill a wave of one row, starting from its stored prefix.
 
         Returns:

@@ -20,7 +20,7 @@ from jkv.io.object_store import read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prompts.tokenization import check_length, encode_row
-from jkv.utils.errors import said, survivable
+from jkv.utils.errors import error_message, survivable
 
 if TYPE_CHECKING:
     from jkv.io.object_store import Place
@@ -252,7 +252,7 @@ def read(
         except BaseException as error:
             if not survivable(error):
                 raise
-            out = Refused(line=line, id=name, error=said(error), key=_digest(raw), form=form)
+            out = Refused(line=line, id=name, error=error_message(error), key=_digest(raw), form=form)
         yield out
 
 

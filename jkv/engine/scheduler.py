@@ -292,7 +292,7 @@ def _early(rows: Sequence[Request]) -> float:
     return -sum(r.new for r in rows) / sum(len(r.tokens) for r in rows)
 
 
-def alone(bucket: Bucket, row: Request) -> Wave:
+def single_row(bucket: Bucket, row: Request) -> Wave:
     """Make a wave of one row, whose prompt is prefilled whole."""
     return Wave(rows=(row,), tails=(row.tokens,), length=_enough(bucket.lengths, len(row.tokens)))
 

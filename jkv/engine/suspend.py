@@ -24,14 +24,14 @@ from jkv.io import array_file
 from jkv.io.errors import FormatError
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.utils.errors import said
+from jkv.utils.errors import error_message
 from jkv.utils.files import sync
 from jkv.utils.notes import note
 
 LOGITS = "logits"  # name of the next-token logits, beside the arrays of a cache
 
 
-class Suspended:
+class SuspendedRows:
     """Records of one process's unfinished rows, in a folder that only this process uses.
 
     Idea: HiFC, which swaps whole sequences to flash. A record is one file: the row's cache with its codes as they are,
@@ -81,7 +81,7 @@ class Suspended:
         try:
             filled = self._read(self.folder / name, request, bucket, running)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            note(f"the row of line {request.line} begins anew: {said(error)}")
+            note(f"the row of line {request.line} begins anew: {error_message(error)}")
             self._delete(name)
             return None
         self.resumed[request.part] = len(filled.drawn[0])

@@ -13,7 +13,7 @@ from jax import Array
 
 from jkv.arrays.online_softmax import softmax, with_sinks
 from jkv.attention.dense import attend, attend_window
-from jkv.attention.dequantization import Stored, stored
+from jkv.attention.dequantization import DequantizedLayer, dequantize
 from jkv.attention.mask import causal, visible
 from jkv.attention.selection import picked
 from jkv.attention.tier_attention import gathered
@@ -25,7 +25,7 @@ from jkv.models import layer as block
 
 
 @partial(jax.jit, static_argnames=("prefix",))
-def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: int) -> Array:
+def dense(params: Params, ids: Array, held: list[DequantizedLayer], which: Array, prefix: int) -> Array:
     """Compute the dense model's logits with some layers attending to a compressed prefix.
 
     Args:
@@ -65,7 +65,7 @@ def dense(params: Params, ids: Array, held: list[Stored], which: Array, prefix: 
 
 
 @jax.jit
-def asked(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Array]]:
+def dense_queries(params: Params, ids: Array, late: Array) -> tuple[list[Array], list[Array]]:
     """Compute the dense model's queries at some positions and their attention to all tokens, layer by layer.
 
     Args:
@@ -102,7 +102,7 @@ def paid(params: Params, ids: Array, prefix: int) -> Array:
     Returns:
         f32[L,B,H,S] for tokens i32[B,T], summed over the queries and averaged over the query heads of a kv head.
     """
-    _, each = asked(params, ids, jnp.arange(prefix, ids.shape[1]))
+    _, each = dense_queries(params, ids, jnp.arange(prefix, ids.shape[1]))
     return jnp.stack([x.sum(2)[..., :prefix] for x in each])
 
 
@@ -138,7 +138,7 @@ def marked(positions: Sequence[Any], size: int) -> np.ndarray:
 
 
 @jax.jit
-def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
+def recall_at(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], now: Array) -> tuple[Array, Array]:
     """Measure which share of the dense attention one decode step reads, and from how many tokens.
 
     The step's own token, which every cache reads, counts as read.
@@ -146,8 +146,8 @@ def found(cache: Cache, after: Cache, queries: list[Array], paid: list[Array], n
     Args:
         cache: The cache before the step.
         after: The cache after the step; its recent window has the columns of the step's token.
-        queries: Per layer f32[B,H,G,N,D], the dense queries from `asked`.
-        paid: Per layer f32[B,H,N,T], the dense attention from `asked`.
+        queries: Per layer f32[B,H,G,N,D], the dense queries from `dense_queries`.
+        paid: Per layer f32[B,H,N,T], the dense attention from `dense_queries`.
         now: i32[], index of the step among the N queries.
 
     Returns:
@@ -196,12 +196,12 @@ def recovered(params: Params, cache: Cache, ids: np.ndarray) -> tuple[np.ndarray
     """
     tokens = jnp.asarray(ids)
     first = int(cache.seen.max())
-    queries, paid = asked(params, tokens, jnp.arange(first, ids.shape[1]))
+    queries, paid = dense_queries(params, tokens, jnp.arange(first, ids.shape[1]))
     shares, counts = [], []
     for i in range(ids.shape[1] - first):
         cache = flushed_due(cache)
         after, _ = step(params, cache, tokens[:, first + i])
-        share, count = found(cache, after, queries, paid, jnp.int32(i))
+        share, count = recall_at(cache, after, queries, paid, jnp.int32(i))
         shares.append(np.asarray(share))
         counts.append(float(count.mean()))
         cache = after
@@ -222,7 +222,7 @@ def sweep(params: Params, cache: Cache, ids: np.ndarray) -> list[float]:
         Per layer the mean KL in nats to the full model over the tokens that the cache has not seen.
     """
     rows, layers, prefix = jnp.asarray(ids), params.config.layers, int(cache.seen.max())
-    held = stored(cache)
+    held = dequantize(cache)
     full = dense(params, rows, held, jnp.zeros(layers, bool), prefix)
     out = []
     for i in range(layers):

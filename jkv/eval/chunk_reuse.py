@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.attention.dequantization import stored
+from jkv.attention.dequantization import dequantize
 from jkv.cache.cache import Cache
 from jkv.core.compilation import Cost
 from jkv.eval import corpora
@@ -26,7 +26,7 @@ from jkv.generation.teacher_forcing import Follow
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import Joins, Passages, kind
-from jkv.prefix_cache.prefix import Begins, BegunPrompts, doubling
+from jkv.prefix_cache.prefix import BegunPrompts, PrefixReuse, doubling
 from jkv.prefix_cache.store import BLOCK, chain
 from jkv.prompts.prefill import prefilled
 
@@ -37,7 +37,7 @@ WHOLE, PLAIN = "none", "pie"  # policies: prefill in full; reuse without recompu
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReusePrompt:
     """A test prompt with the passages to cache before it.
 
     Attributes:
@@ -66,14 +66,14 @@ class Bed:
         shared: Whether all prompts share one set of passages, instead of each having its own.
     """
 
-    asked: list[Asked]
+    asked: list[ReusePrompt]
     shared: bool
 
-    def __iter__(self) -> Iterator[Asked]:
+    def __iter__(self) -> Iterator[ReusePrompt]:
         return iter(self.asked)
 
     @property
-    def measured(self) -> list[Asked]:
+    def measured(self) -> list[ReusePrompt]:
         """The prompts that are measured."""
         return [x for x in self.asked if x.counts]
 
@@ -104,7 +104,7 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
             for ids in texts:
                 passages.add(params, ids)
 
-    def ask(which: Sequence[int], about: int, counts: bool = True) -> Asked:
+    def ask(which: Sequence[int], about: int, counts: bool = True) -> ReusePrompt:
         example = Example(
             context="Read the texts below, then answer the question after them.\n\n",
             question=f"With which code does the lighthouse keeper of {towns[about]} open the door?\n",
@@ -114,7 +114,7 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
         )
         head, tail = quality_eval.cut(params, example)
         ids = [*head, *(x for i in which for x in texts[i]), *tail]
-        return Asked(ids, after[about][:NEW], add, len(tokenizer.within(f" {codes[about]}")), counts)
+        return ReusePrompt(ids, after[about][:NEW], add, len(tokenizer.within(f" {codes[about]}")), counts)
 
     # Warm-up prompts with every document once, then the measured ones.
     order = rng.permutation(POOL).tolist()
@@ -138,13 +138,13 @@ def edits(params: Params, samples: int, length: int, seed: int) -> Bed:
     windows = corpora.windows(tokenizer.encode(text), length + NEW, samples, seed)
     sizes = [(gone, size) for gone in range(6) for size in range(6) if gone or size]
 
-    def one(row: list[int], places: int) -> Asked:
+    def one(row: list[int], places: int) -> ReusePrompt:
         old, new = row[:length], row[:length]
         for at in sorted(rng.choice(np.arange(APART, length - APART, APART), places, replace=False), reverse=True):
             gone, size = sizes[int(rng.integers(len(sizes)))]
             other = int(rng.integers(length - size))
             new[at : at + gone] = row[other : other + size]
-        return Asked(new, row[length:], lambda passages: passages.add(params, old), edits=places)
+        return ReusePrompt(new, row[length:], lambda passages: passages.add(params, old), edits=places)
 
     return Bed([one(row, EDITS[i % len(EDITS)]) for i, row in enumerate(windows.tolist())], shared=False)
 
@@ -178,14 +178,14 @@ def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
         said += tokens
         caches += [cache.pick(jnp.array([i])) for i in range(len(some))]
 
-    def one(tokens: list[int], cache: Cache) -> Asked:
+    def one(tokens: list[int], cache: Cache) -> ReusePrompt:
         example = Example(
             context="A colleague wrote about a text:\n\n",
             question="\n\nName the most important thing in it, and why it matters.",
             **about,
         )
         before, after = quality_eval.cut(params, example)
-        return Asked([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
+        return ReusePrompt([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
 
     # Second run: its own continuation is what KL is measured over.
     asked = [one(*x) for x in zip(said, caches, strict=True)]
@@ -202,7 +202,7 @@ def _tokenizer(params: Params) -> Any:
     return params.tokenizer
 
 
-class Ready(Begins):
+class Ready(PrefixReuse):
     """Prefix source that returns caches that are already prefilled, one per prompt."""
 
     def __init__(self, given: Sequence[tuple[Cache, int, int]], params: Params, config: CacheConfig) -> None:
@@ -325,7 +325,7 @@ def drift(params: Params, bed: Bed) -> list[float]:
         a, b = (
             [
                 np.asarray(y.v[0], float)
-                for y in stored(prefilled(params, CacheConfig(), [x.ids], 0, 0, kind=kind(z))[0])
+                for y in dequantize(prefilled(params, CacheConfig(), [x.ids], 0, 0, kind=kind(z))[0])
             ]
             for z in (passages, None)
         )
@@ -336,7 +336,7 @@ def drift(params: Params, bed: Bed) -> list[float]:
     return np.mean(out, axis=0).round(5).tolist()
 
 
-def beginnings(bed: Bed) -> int:
+def prefix_tokens(bed: Bed) -> int:
     """Count the tokens that the measured prompts prefill if only whole blocks of a shared prefix are reused."""
     seen: set[str] = set()
     read = 0

@@ -115,7 +115,7 @@ def sliced(
 
 
 @jax.jit
-def apart(full: Array, own: Array) -> Array:
+def relative_error(full: Array, own: Array) -> Array:
     """Return the mean over tokens of |own - full|^2 / |full|^2 for f[B,T,E]."""
     full, own = full.astype(jnp.float32), own.astype(jnp.float32)
     return (((own - full) ** 2).sum(-1) / jnp.maximum((full**2).sum(-1), 1e-30)).mean()
@@ -255,7 +255,7 @@ class Codecs:
                 full = self._read(self.exact, row, x, first=i, end=i + 1)
                 if model.attends(i):
                     own = self._read(coded, row, x, first=i, end=i + 1)
-                    found.append(float(apart(full[:, self.prefix :], own[:, self.prefix :])))
+                    found.append(float(relative_error(full[:, self.prefix :], own[:, self.prefix :])))
                 x = full
             texts.append(found)
         return np.mean(texts, 0).tolist()

@@ -14,11 +14,11 @@ from jkv.core.compilation import forget
 from jkv.eval import corpora, tasks
 from jkv.eval import quality as quality_eval
 from jkv.eval.attention_recall import recovered
-from jkv.eval.chunk_reuse import BEDS, WHOLE, beginnings, drift, quality, times
+from jkv.eval.chunk_reuse import BEDS, WHOLE, drift, prefix_tokens, quality, times
 from jkv.eval.codec_error import Codecs, outlying
 from jkv.eval.prefill_replay import LIMIT, Prefills
 from jkv.eval.results import PACKAGES, Results, digest
-from jkv.eval.selector_recall import asked
+from jkv.eval.selector_recall import layer_queries
 from jkv.eval.selector_recall import recovered as of_picks
 from jkv.eval.tasks import Example, niah, scbench
 from jkv.io.fingerprint import fingerprint
@@ -347,7 +347,7 @@ def picks(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int, sa
             )
         if old not in held:
             held.clear()
-            held[old] = [asked(s.params, jnp.asarray(row[None]), late, old) for row in ids]
+            held[old] = [layer_queries(s.params, jnp.asarray(row[None]), late, old) for row in ids]
         each = [of_picks(s.params, config.bound(s.params).select, layers, spared) for layers in held[old]]
         return {name: np.mean([x[name] for x in each], 0).round(4).tolist() for name in each[0]}
 
@@ -490,7 +490,7 @@ def reuse(s: Setting, name: str, renews: Sequence[str], samples: int, length: in
     """
     bed = BEDS[name](s.params, samples, length, s.seed)
     ids = [np.asarray(x.ids, np.int32).tobytes() for x in bed]
-    more = {"prefix": round(beginnings(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
+    more = {"prefix": round(prefix_tokens(bed) / sum(len(x.ids) for x in bed.measured), 4)} if bed.shared else {}
     found = s.results("reuse", ids, bed=name, length=length, samples=samples, timed=timed, **more)
     configs, task = [parse(x) for x in s.caches], {"task": f"reuse/{name}"}
     rows = [(config, renew) for config in configs for renew in (WHOLE, *renews)]

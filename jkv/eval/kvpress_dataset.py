@@ -35,7 +35,7 @@ KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DatasetRow:
     """A row of a data set.
 
     Attributes:
@@ -99,7 +99,7 @@ class Asked:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def read(path: Path) -> list[Asked]:
+def read(path: Path) -> list[DatasetRow]:
     """Load the rows of a file, or of all files in a folder: JSON lines, a JSON list, CSV or Parquet.
 
     Parquet needs the extra datasets. Raises ValueError that names the file and row if something is missing or wrong.
@@ -139,7 +139,7 @@ def _rows(file: Path) -> Iterable[Any]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
-def _asked(row: Any, where: str) -> Asked:
+def _asked(row: Any, where: str) -> DatasetRow:
     right = "answers" if isinstance(row, dict) and "answers" in row else "answer"
     wanted = (*TEXTS, right, "max_new_tokens")
     if not isinstance(row, dict) or (missing := [name for name in wanted if row.get(name) is None]):
@@ -166,7 +166,7 @@ def _asked(row: Any, where: str) -> Asked:
     if longbench.METRICS.get(task) is longbench.METRICS["trec"] and not classes:
         raise ValueError(f"{where} has no all_classes, the names that {task} chooses from")
     said = {name: str(row[name]) for name in TEXTS}
-    return Asked(**said, max_new_tokens=int(row["max_new_tokens"]), answers=answers, classes=classes)
+    return DatasetRow(**said, max_new_tokens=int(row["max_new_tokens"]), answers=answers, classes=classes)
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
@@ -195,7 +195,7 @@ def _list(text: str) -> Any:
 # -------------------------------------------------------------------------------------------------------- experiment
 
 
-def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[bool], say: Say) -> Results:
+def ask(s: Setting, asked: Sequence[DatasetRow], length: int | None, seen: Sequence[bool], say: Say) -> Results:
     """Generate and score the answers of a data set, one row per cache, task and question mode.
 
     `said` in a row has all answers, each of at most its `max_new_tokens`.
@@ -247,29 +247,29 @@ def ask(s: Setting, asked: Sequence[Asked], length: int | None, seen: Sequence[b
     return found
 
 
-def grouped(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
+def grouped(asked: Sequence[DatasetRow]) -> dict[str, list[DatasetRow]]:
     """Group rows by task, keyed by the task's name in result files.
 
-    >>> list(grouped([Asked("", "", "", name, 1, ("x",)) for name in ("vt", "qasper", "vt")]))
+    >>> list(grouped([DatasetRow("", "", "", name, 1, ("x",)) for name in ("vt", "qasper", "vt")]))
     ['ruler/vt', 'longbench/qasper']
     """
-    out: dict[str, list[Asked]] = {}
+    out: dict[str, list[DatasetRow]] = {}
     for row in asked:
         out.setdefault(f"{row.suite}/{row.task}", []).append(row)
     return out
 
 
-def generated(made: Mapping[str, Sequence[Example]]) -> dict[str, list[Asked]]:
+def generated(made: Mapping[str, Sequence[Example]]) -> dict[str, list[DatasetRow]]:
     """Convert the prompts of `experiments.drawn` to data set rows by task."""
     out = {}
     for name, some in made.items():
         task = name.split("/")[1]
         new = tasks.TASKS[task].new
-        out[name] = [Asked(e.context, e.question, e.prefix, task, new, e.answers) for e in some]
+        out[name] = [DatasetRow(e.context, e.question, e.prefix, task, new, e.answers) for e in some]
     return out
 
 
-def first(asked: Sequence[Asked], samples: int, tasks: Sequence[str]) -> list[Asked]:
+def first(asked: Sequence[DatasetRow], samples: int, tasks: Sequence[str]) -> list[DatasetRow]:
     """Return the first `samples` rows of each task.
 
     Args:
@@ -280,7 +280,7 @@ def first(asked: Sequence[Asked], samples: int, tasks: Sequence[str]) -> list[As
     Raises:
         ValueError: A task does not occur, or `samples` is negative.
 
-    >>> rows = [Asked("", "", "", name, 1, ("x",)) for name in ("vt", "cwe", "vt", "vt")]
+    >>> rows = [DatasetRow("", "", "", name, 1, ("x",)) for name in ("vt", "cwe", "vt", "vt")]
     >>> [row.task for row in first(rows, 2, [])], len(first(rows, 0, ["vt"]))
     (['vt', 'cwe', 'vt'], 3)
     """

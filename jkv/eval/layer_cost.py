@@ -20,7 +20,7 @@ from jkv.models import Params
 
 
 @dataclass(frozen=True)
-class Alone:
+class LayerTexts:
     """KL of texts whose prefix is compressed once and whose remaining tokens see the cache as it is then.
 
     All texts run in one batch. T - prefix - 1 tokens of each text are scored, those after the first one that follows

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.eval.kvpress_dataset import Asked
+from jkv.eval.kvpress_dataset import DatasetRow
 from jkv.eval.results import Results
 from jkv.methods.parser import parse
 from jkv.utils.json_results import overwrite
@@ -27,7 +27,7 @@ def by_task(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return {task: {"string_match": round(100 * score, 2)} for task, score in sorted(scores.items())}
 
 
-def alone(scores: Mapping[str, float]) -> float:
+def task_score(scores: Mapping[str, float]) -> float:
     """Convert the score of a single LongBench task to its metric, in percent."""
     (score,) = scores.values()
     return round(100 * score, 2)
@@ -36,7 +36,7 @@ def alone(scores: Mapping[str, float]) -> float:
 def publish(
     out: Path,
     found: Results,
-    asked: Mapping[str, Sequence[Asked]],
+    asked: Mapping[str, Sequence[DatasetRow]],
     metrics: Callable[[Mapping[str, float]], Any],
     **config: Any,
 ) -> list[Path]:

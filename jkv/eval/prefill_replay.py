@@ -20,7 +20,7 @@ from jkv.cache.padding import bucket, pad
 from jkv.cache.spec import LayerConfig
 from jkv.core.compilation import ANY, Cost, Run, call, flow, program
 from jkv.core.decode_loop import copied
-from jkv.core.layer_step import as_window, embedded, flushed, mixed, none, observation_of, said
+from jkv.core.layer_step import as_window, embedded, flushed, last_logits, mixed, none, observation_of
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models import layer as block
@@ -68,7 +68,7 @@ def forward(params: Params, cache: Cache, ids: Array, run: Run = call) -> Pass:
         else:
             x, state = run(mixed, one, run(copied, cache.states[len(states)]), x, pos)
             states += (state,)
-    return Pass(x=inputs, lse=sums, states=states, pos=pos, ids=ids, logits=run(said, params.ends, x))
+    return Pass(x=inputs, lse=sums, states=states, pos=pos, ids=ids, logits=run(last_logits, params.ends, x))
 
 
 @program(arguments=(None, None, None), results=None, static_argnames=("kind",))

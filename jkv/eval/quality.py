@@ -28,7 +28,7 @@ PIECE = 512  # tokens of an endless text per extend
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class CacheUsage:
     """Size of a cache, per row.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held:
     bits: tuple[float, float]
 
 
-def held(params: Params, config: CacheConfig, cache: Cache, count: int | None = None) -> list[Held]:
+def measure_usage(params: Params, config: CacheConfig, cache: Cache, count: int | None = None) -> list[CacheUsage]:
     """Measure each of the first `count` rows (None: all) of a cache as it is now, independent of the other rows.
 
     `bytes` counts all arrays of a cache allocated for exactly the tokens that the row has seen: no capacity to grow,
@@ -61,20 +61,22 @@ def held(params: Params, config: CacheConfig, cache: Cache, count: int | None = 
     made = {n: tree_bytes(layout(config, cache.model, 1, n, 0, cache.dtype, sizes)[1]) for n in set(seen.tolist())}
     bits = tier_bits(cache)
     return [
-        Held(kept=float(kept) / n, context=n, bytes=made[n], bytes_full=n * token + states // cache.rows, bits=bits)
+        CacheUsage(
+            kept=float(kept) / n, context=n, bytes=made[n], bytes_full=n * token + states // cache.rows, bits=bits
+        )
         for n, kept in zip(seen.tolist()[:count], kept_by_row(cache), strict=False)
     ]
 
 
-def mean(rows: Sequence[Held]) -> Held:
+def mean(rows: Sequence[CacheUsage]) -> CacheUsage:
     """Average the sizes of rows.
 
-    >>> a, b = (Held(kept=x, context=10, bytes=10 + i, bytes_full=20, bits=(8, 8)) for i, x in ((0, 0.5), (2, 1.0)))
-    >>> mean([a, b])
-    Held(kept=0.75, context=10, bytes=11, bytes_full=20, bits=(8.0, 8.0))
+    >>> of = dict(context=10, bytes_full=20, bits=(8, 8))
+    >>> mean([CacheUsage(kept=0.5, bytes=10, **of), CacheUsage(kept=1.0, bytes=12, **of)])
+    CacheUsage(kept=0.75, context=10, bytes=11, bytes_full=20, bits=(8.0, 8.0))
     """
     k, v = (round(float(np.mean(side)), 4) for side in zip(*(x.bits for x in rows), strict=True))
-    return Held(
+    return CacheUsage(
         kept=round(float(np.mean([x.kept for x in rows])), 4),
         context=round(float(np.mean([x.context for x in rows]))),
         bytes=int(np.mean([x.bytes for x in rows])),
@@ -126,13 +128,13 @@ def perplexity(params: Params, config: CacheConfig, texts: Texts) -> dict[str, A
     """Measure the perplexity of the tokens after the prefix.
 
     Returns:
-        `ppl` = exp(mean nll in nats), `nll`, `nll_se` (its standard error over the texts), the fields of `Held`, and
-        `ms_token`, the median time of a step.
+        `ppl` = exp(mean nll in nats), `nll`, `nll_se` (its standard error over the texts), the fields of
+        `CacheUsage`, and `ms_token`, the median time of a step.
     """
     by_text, ms, cost = [], [], []
     for rows, count in batches(len(texts.ids), texts.batch):
         run = texts.follow(params, config, rows)
-        cost += held(params, config, run.cache, count)
+        cost += measure_usage(params, config, run.cache, count)
         by_text.append(np.concatenate([_surprise(run, i, part) for i, part in enumerate(run)], 1)[:count].mean(1))
         ms += run.ms
     return {**_ppl(np.concatenate(by_text)), **vars(mean(cost)), "ms_token": _median(ms)}
@@ -207,15 +209,15 @@ class Fidelity:
         Returns:
             `kl` (nats; also by text, and the 99th percentile); `agree`, the top-1 agreement; `first`, the mean index of
             the first token where the full cache would have chosen another (N if none); perplexity; `mass` f32[L][H],
-            the share of the full model's attention to the prefix on tokens that the cache holds; the fields of `Held`;
-            `ms_token`. With `layers` also `by_layer`, the KL if one layer alone is compressed, as the prefix left it,
-            and `spare`, the layers that cost most.
+            the share of the full model's attention to the prefix on tokens that the cache holds; the fields of
+            `CacheUsage`; `ms_token`. With `layers` also `by_layer`, the KL if one layer alone is compressed, as the
+            prefix left it, and `spare`, the layers that cost most.
         """
         kl, same, nll, masses, by_layer, cost, ms = [], [], [], [], [], [], []
         for (rows, count), full, whole in zip(self.groups, self.full, self.paid, strict=True):
             # One teacher-forced pass per batch, compared slice by slice.
             run = self.texts.follow(self.params, config, rows)
-            cost += held(self.params, config, run.cache, count)
+            cost += measure_usage(self.params, config, run.cache, count)
             masses.append(mass(whole, run.cache)[:, :count])
             if layers and not by_layer:
                 by_layer = sweep(self.params, run.cache, self.texts.ids[rows])
@@ -243,7 +245,7 @@ class Fidelity:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def said(params: Params, turns: Sequence[Example]) -> str:
+def conversation_prompt(params: Params, turns: Sequence[Example]) -> str:
     """Render a conversation up to its last answer prefix, with the right answers to earlier questions."""
     if params.tokenizer is None:
         raise ValueError("questions need a tokenizer: this model was built without one")
@@ -260,7 +262,7 @@ def said(params: Params, turns: Sequence[Example]) -> str:
 
 def cut(params: Params, example: Example) -> tuple[list[int], list[int]]:
     """Tokenize a prompt in two parts, split at the end of its context; no token spans the split."""
-    text = said(params, [example])
+    text = conversation_prompt(params, [example])
     end = text.index(example.context) + len(example.context)
     assert params.tokenizer is not None
     return params.tokenizer.encode(type(text)(text[:end])), added(params, text[end:])
@@ -275,7 +277,7 @@ def added(params: Params, text: str) -> list[int]:
 def overhead(params: Params) -> int:
     """Count the tokens that the chat template adds to a question."""
     empty = Example(context="", question="", prefix="", answers=("",), meta={})
-    return len(encode(params, said(params, [empty]) or " ")[0][0])
+    return len(encode(params, conversation_prompt(params, [empty]) or " ")[0][0])
 
 
 Prompt = tuple[list[int], list[int]]  # token ids of the context, and of the rest of the prompt
@@ -283,7 +285,7 @@ Prompt = tuple[list[int], list[int]]  # token ids of the context, and of the res
 
 def answer(
     params: Params, config: CacheConfig, prompts: Sequence[Prompt], new: int, seen: bool, batch: int
-) -> tuple[list[str], list[Held]]:
+) -> tuple[list[str], list[CacheUsage]]:
     """Generate greedy answers to prompts.
 
     Args:
@@ -299,15 +301,15 @@ def answer(
         The answers, and what the cache held of each prompt.
     """
     texts: list[str] = []
-    cost: list[Held] = []
+    cost: list[CacheUsage] = []
     for rows, count in batches(len(prompts), batch):
         heads, tails = [prompts[i][0] for i in rows], [prompts[i][1] for i in rows]
         if seen:
             out = generate(params, config, [a + b for a, b in zip(heads, tails, strict=True)], max_new_tokens=new)
-            cost += held(params, config, out.cache, count)
+            cost += measure_usage(params, config, out.cache, count)
         else:
             cache, _ = prefill(params, config, heads, room=_room(params, heads, new + max(map(len, tails))))
-            cost += held(params, config, cache, count)
+            cost += measure_usage(params, config, cache, count)
             out = generate(params, cache, tails, max_new_tokens=new)
         texts += out.text[:count]
     return texts, cost
@@ -320,7 +322,7 @@ def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
 
 def converse(
     params: Params, config: CacheConfig, session: Session, new: int, mode: str, batch: int
-) -> tuple[list[str], Held]:
+) -> tuple[list[str], CacheUsage]:
     """Generate greedy answers to the questions of a session, then to its probe.
 
     Args:
@@ -349,13 +351,13 @@ def converse(
         for rows, count in batches(len(tails), batch):
             asked = [tails[i] for i in rows]
             texts += generate(params, cache.fork(len(rows)), asked, max_new_tokens=new).text[:count]
-        return texts, mean(held(params, config, cache))
+        return texts, mean(measure_usage(params, config, cache))
     # One conversation: the text that each turn adds.
-    spoken = [said(params, questions[: i + 1]) for i in range(len(questions))]
+    spoken = [conversation_prompt(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
     cache, _ = prefill(params, config, [head], room=_room(params, [head], new + sum(map(len, tails))))
-    cost, texts = mean(held(params, config, cache)), []
+    cost, texts = mean(measure_usage(params, config, cache)), []
     for tail in tails:
         texts.append(generate(params, cache, [tail], max_new_tokens=new).text[0])
         cache, _ = extend(params, cache, [tail])

@@ -28,7 +28,7 @@ from jkv.protocols import Entered, Look, Queries, Selector
 
 
 @value
-class Asked:
+class LayerQueries:
     """One layer of the dense model for one text, with N late queries and S older tokens to select from.
 
     Attributes:
@@ -49,7 +49,7 @@ class Asked:
 
 
 @partial(jax.jit, static_argnames=("old",))
-def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
+def layer_queries(params: Params, ids: Array, late: Array, old: int) -> list[LayerQueries]:
     """Compute every layer's queries, keys and attention for one text.
 
     Args:
@@ -58,7 +58,7 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
         old: Number of older tokens that the selector picks from.
     """
     model, pos = params.config, jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-    out: list[Asked] = []
+    out: list[LayerQueries] = []
 
     def attend_layer(i: int, a: Any) -> tuple[Array, None]:
         rope, window = model.ropes[i], model.windows[i]
@@ -81,7 +81,7 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
         before = late[0] - QUERIES + jnp.arange(QUERIES)
         mass = jax.lax.fori_loop(0, -(-old // QUERIES), summed, jnp.zeros((*k.shape[:2], old)))
         out.append(
-            Asked(
+            LayerQueries(
                 q=jnp.take(q, late, axis=3),
                 k=k,
                 before=Queries(q=jnp.take(q, before, axis=3), pos=before[None], lse=jnp.zeros((*q.shape[:3], QUERIES))),
@@ -99,7 +99,7 @@ def asked(params: Params, ids: Array, late: Array, old: int) -> list[Asked]:
 
 
 @jax.jit
-def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Array, Array]:
+def chosen(select: Selector, one: LayerQueries, given: Array) -> tuple[Array, Array, Array, Array]:
     """Run a selector over N late queries, step by step, on the older tokens of one layer.
 
     Args:
@@ -159,13 +159,13 @@ def chosen(select: Selector, one: Asked, given: Array) -> tuple[Array, Array, Ar
     return jax.lax.scan(step, memo, steps)[1]
 
 
-def recovered(params: Params, select: Selector, layers: Sequence[Asked], spared: int) -> dict[str, Any]:
+def recovered(params: Params, select: Selector, layers: Sequence[LayerQueries], spared: int) -> dict[str, Any]:
     """Measure a selector's recall and read volume over the layers from `spared` on that select.
 
     Args:
         params: The model.
         select: The selector.
-        layers: All layers of one text, from `asked`.
+        layers: All layers of one text, from `layer_queries`.
         spared: First layers, which are left out of the means.
 
     Returns:

@@ -10,8 +10,8 @@ from jax import Array
 
 from jkv.arrays.x32 import narrow
 from jkv.cache.cache import Cache
-from jkv.cache.disk_pages import told
-from jkv.generation.arguments import Asked, Until, asked, composition, fit, model, stored
+from jkv.cache.disk_pages import raise_page_errors
+from jkv.generation.arguments import GenerateArguments, Until, check_store, composition, fit, model, parse_arguments
 from jkv.generation.generate import Generation, Result
 from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
@@ -28,7 +28,7 @@ ROOM = 256  # default reserve of `prefill`: tokens that may follow the prompt, i
 
 
 @narrow
-@told()
+@raise_page_errors()
 def prefill(
     params: Params,
     config: str | CacheConfig | None,
@@ -70,14 +70,14 @@ def prefill(
     if room is None:
         left = params.config.context - max(map(len, rows))
         room = ROOM if plan.unlimited else max(0, min(ROOM, left))
-    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk, kind=kind(stored(store)))
+    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk, kind=kind(check_store(store)))
     if chunks.size and chunks.open:
         note(f"the prompt is read {chunks.why}")
     return cache, logits
 
 
 @narrow
-@told()
+@raise_page_errors()
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """Append text to every row of a cache, and return a new cache and the next-token logits.
 
@@ -154,7 +154,7 @@ def generate(
     >>> len(out.tokens), out.report.ratio > 2
     (8, True)
     """
-    options = asked(
+    options = parse_arguments(
         params,
         cache,
         max_new_tokens=max_new_tokens,
@@ -190,7 +190,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
     Raises:
         ValueError: for several rows, for a model without a tokenizer, and as `generate` does.
     """
-    given = asked(params, cache, **options)
+    given = parse_arguments(params, cache, **options)
     rows, single = encode(params, prompt)
     fit(params, given, rows)
     if len(rows) * given.n != 1 or params.tokenizer is None:
@@ -199,7 +199,7 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
 
 @narrow
-def _pieces(params: Params, given: Asked, rows: list[list[int]], single: bool) -> Iterator[str]:
+def _pieces(params: Params, given: GenerateArguments, rows: list[list[int]], single: bool) -> Iterator[str]:
     """Generate one row, yield its text as it becomes final, and return the Result."""
     run = Generation(params, given, rows, single)
     checker = StopChecker(params.tokenizer, run.stop)

@@ -28,7 +28,7 @@ Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerateArguments:
     """The validated options of one generation.
 
     Attributes:
@@ -60,7 +60,7 @@ class Asked:
     store: Store | Passages | None
 
 
-def asked(
+def parse_arguments(
     params: Params,
     cache: Any,
     *,
@@ -75,11 +75,11 @@ def asked(
     draft: Any = None,
     store: Any = None,
     **draws: Any,
-) -> Asked:
+) -> GenerateArguments:
     """Validate the arguments of `generate`; raises ValueError or TypeError with the argument's name.
 
     >>> from jkv import models
-    >>> asked(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
+    >>> parse_arguments(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
     (5,)
     """
     model(params)
@@ -96,7 +96,7 @@ def asked(
     given = cache if isinstance(cache, Cache) else composition(cache)
     if draft is not None:
         check(params, given)
-    return Asked(
+    return GenerateArguments(
         cache=given,
         new=count("max_new_tokens", max_new_tokens, "at least one: ask for a whole number of 1 or more", 1),
         draws=draws,
@@ -108,11 +108,11 @@ def asked(
         compare=bool(compare),
         until=cast(Any, until),
         draft=None if draft is None else drafter(draft, params),
-        store=stored(store),
+        store=check_store(store),
     )
 
 
-def fit(params: Params, asked: Asked, rows: list[list[int]]) -> None:
+def fit(params: Params, asked: GenerateArguments, rows: list[list[int]]) -> None:
     """Raise ValueError if options and rows do not match, or if the rows are too long for the model and the cache."""
     b = len(rows) * asked.n
     heat, *_ = sampling.check(b, **asked.draws)
@@ -138,7 +138,7 @@ def composition(cache: Any) -> CacheConfig:
     return methods.as_config(cache)
 
 
-def stored(store: Any) -> Store | Passages | None:
+def check_store(store: Any) -> Store | Passages | None:
     """Return a store, passages or None unchanged; TypeError for anything else."""
     if store is not None and not isinstance(store, Store | Passages):
         raise TypeError(f"store is {short(store)}: give a jkv.Store, jkv.Passages, or None")

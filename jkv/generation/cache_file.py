@@ -77,7 +77,7 @@ def load_cache(path: str | Path, params: Params, config: CacheConfig | None = No
             of jkv, or other shapes.
         ValueError: if the model's mesh cannot divide the cache.
     """
-    path, over = Path(path), sharding.over(params)
+    path, over = Path(path), sharding.mesh_of(params)
     with array_file.opened(path) as (meta, _, read):
         # The layout of the slots is the file's, whichever devices load it.
         config = config and replace(config, devices=meta.get("devices", 1))

@@ -13,14 +13,14 @@ import numpy as np
 from jax import Array
 
 from jkv.cache.cache import Cache, Decoding, tree_bytes
-from jkv.cache.disk_pages import told
+from jkv.cache.disk_pages import raise_page_errors
 from jkv.cache.padding import bucket
 from jkv.core import sampling as draw
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import borders, run_block, run_blocks
-from jkv.core.sharding import over
+from jkv.core.sharding import mesh_of
 from jkv.generation import nan_check
-from jkv.generation.arguments import Asked, composition, fit
+from jkv.generation.arguments import GenerateArguments, composition, fit
 from jkv.generation.receipt import (
     Report,
     check_compressed,
@@ -40,7 +40,7 @@ from jkv.generation.stop_strings import StopChecker, cut
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models.weights.linear import forms
-from jkv.prefix_cache.chunk_reuse import begins, kind
+from jkv.prefix_cache.chunk_reuse import kind, reuse_for
 from jkv.prompts.chunking import Chunks
 from jkv.prompts.prefill import extended, prefilled
 from jkv.prompts.tokenization import stop_ids_of
@@ -75,8 +75,8 @@ class Result:
 class Generation:
     """One generation: construction prefills, `blocks` decodes, `result` builds the Result."""
 
-    @told()
-    def __init__(self, params: Params, asked: Asked, rows: list[list[int]], single: bool) -> None:
+    @raise_page_errors()
+    def __init__(self, params: Params, asked: GenerateArguments, rows: list[list[int]], single: bool) -> None:
         """Prefill the prompts, and start compiling the decode programs meanwhile.
 
         Args:
@@ -131,7 +131,7 @@ class Generation:
         self.state = self._start(
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
         )
-        self.cost = Cost(over=over(params))
+        self.cost = Cost(over=mesh_of(params))
 
     def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
         """Start compiling the decode programs during prefill: a block, and one with a flush if there will be one."""
@@ -163,7 +163,7 @@ class Generation:
 
     def blocks(self) -> Iterator[list[list[int]]]:
         """Yield all tokens so far, per row, after every block."""
-        with told():
+        with raise_page_errors():
             yield from self._blocks()
 
     def _blocks(self) -> Iterator[list[list[int]]]:
@@ -294,7 +294,7 @@ class Generation:
     def _keep(self, tokens: list[list[int]]) -> None:
         """Add the prompts and answers to the store, if it accepts them."""
         if self.store is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
-            to = begins(self.store, self.params, self.given.bound(self.params))
+            to = reuse_for(self.store, self.params, self.given.bound(self.params))
             for i, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
                 to.keep(self.state.cache, i, [*row, *new], Cost())
 
@@ -310,6 +310,6 @@ class Generation:
         cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.room, None)
         cache, logits = forks(cache, logits, self.n)
         state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.asarray(np.maximum(forced, 0)), traced=True)
-        cost, n = Cost(over=over(self.params)), self.new
+        cost, n = Cost(over=mesh_of(self.params)), self.new
         full = cost.run(run_blocks, self.params, state, self.sampling, jnp.int32(n)).trace
         return fidelity(full[:, :n], self.state.trace[:, :n], forced[:, :n])

@@ -224,13 +224,13 @@ def column(cache: Cache, name: str) -> np.ndarray:
     )
 
 
-def held(cache: Cache) -> np.ndarray:
+def kept_share(cache: Cache) -> np.ndarray:
     """Return f32[L,P], the share of rows and heads that keep each position, per layer.
 
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
     >>> cache, _ = jkv.prefill(params, "streaming(budget=40)", [5, 6, 7] * 40)
-    >>> held(cache).shape, held(cache)[0, [0, 3, 4, 60, 119]].tolist()
+    >>> kept_share(cache).shape, kept_share(cache)[0, [0, 3, 4, 60, 119]].tolist()
     ((2, 120), [1.0, 1.0, 0.0, 0.0, 1.0])
     """
     return mask(cache).mean((1, 2), dtype=np.float32)
@@ -273,7 +273,7 @@ def plot(cache: Cache, path: str | Path) -> None:
 
 def figure(cache: Cache) -> Figure:
     """Return the figure that `plot` writes; raises ImportError without matplotlib."""
-    share = held(cache)
+    share = kept_share(cache)
     layers, seen = share.shape
     kept = np.asarray(cache.kept(), np.float32).mean(1)
     heads = kept.shape[1]

@@ -15,11 +15,11 @@ from jkv.models import Params
 def check(params: Params, rows: Iterable[list[int]]) -> None:
     """Raise ValueError if the new tokens of a row end in LOST."""
     for i, tokens in enumerate(rows):
-        if why := said(params, tokens):
+        if why := nan_message(params, tokens):
             raise ValueError(f"row {i}: {why}")
 
 
-def said(params: Params, tokens: list[int]) -> str | None:
+def nan_message(params: Params, tokens: list[int]) -> str | None:
     """Return the error message (cause and remedy) for a row whose new tokens end in LOST, else None."""
     if tokens[-1:] != [LOST]:
         return None

@@ -14,7 +14,7 @@ from jkv.cache.cache import Cache, Decoding
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import run_blocks
 from jkv.core.sampling import make as sampling
-from jkv.core.sharding import over
+from jkv.core.sharding import mesh_of
 from jkv.models import Params
 
 SLICE = 64  # tokens per slice, which bounds the memory of their logits
@@ -48,7 +48,7 @@ class Follow:
             n = part.shape[1]
             forced = jnp.asarray(np.pad(part, ((0, 0), (0, SLICE - n))))
             state = Decoding.start(cache, self.logits, SLICE, forced=forced, traced=True)
-            cost = Cost(over=over(params))
+            cost = Cost(over=mesh_of(params))
             state = cost.run(run_blocks, params, state, settings, jnp.int32(n))
             self.ms.append(cost.running / n * 1e3)
             cache, self.logits = state.cache, state.logits

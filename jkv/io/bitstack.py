@@ -37,7 +37,7 @@ Place = tuple[int, str]  # layer and field of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class BitStackSpec:
     """Parsed arguments of weights="bitstack(...)".
 
     Attributes:
@@ -56,11 +56,11 @@ def is_asked(text: str) -> bool:
     return text.split("(")[0].strip() == NAME
 
 
-def asked(text: str) -> Asked:
+def parse_spec(text: str) -> BitStackSpec:
     """Parse "bitstack(bytes='60MiB', blocks='FOLDER')"; raises ValueError for other arguments.
 
-    >>> asked("bitstack(bytes='60MiB', k=4)")
-    Asked(bytes=62914560, blocks=None, k=4)
+    >>> parse_spec("bitstack(bytes='60MiB', k=4)")
+    BitStackSpec(bytes=62914560, blocks=None, k=4)
     """
     _, given = read_call(text, text)
     if unknown := given.keys() - {"bytes", "blocks", "k"}:
@@ -73,7 +73,7 @@ def asked(text: str) -> Asked:
     blocks = given.get("blocks")
     if blocks is not None and not isinstance(blocks, str):
         raise ValueError(f"weights={text!r}: blocks is a folder, as `jkv calibrate {NAME}` writes it")
-    return Asked(bytes=read_bytes(given["bytes"]), blocks=blocks, k=k)
+    return BitStackSpec(bytes=read_bytes(given["bytes"]), blocks=blocks, k=k)
 
 
 def form(
@@ -95,7 +95,7 @@ def form(
         ValueError: Too few bytes, a k above a rank, or a folder for another model.
         FormatError: The folder was not written by `jkv calibrate bitstack`.
     """
-    what, c = asked(text), read_config(config)
+    what, c = parse_spec(text), read_config(config)
     if what.blocks is not None:
         folder = Folder.read(what.blocks)
         folder.check(c, tensors)

@@ -78,7 +78,7 @@ def check_weights(weights: str | None, known: Iterable[str] = FORMS) -> None:
     if not bitstack.is_asked(weights):
         forms = ", ".join((*known, f"{bitstack.NAME}(bytes=...)"))
         raise ValueError(f"weights is {weights!r}; it must be one of {forms}, or left out: floats")
-    bitstack.asked(weights)
+    bitstack.parse_spec(weights)
 
 
 def kept(

@@ -89,7 +89,7 @@ def _check_select(config: CacheConfig, select: Selector, model: ModelConfig) -> 
             "a prefill that leaves tokens out of upper layers": config.prefill.pruning(model, model.layers - 1)
             is not None,
         }
-        alone(config, "layers that read what another picked hold the same tokens as it, and do", others)
+        refuse_first(config, "layers that read what another picked hold the same tokens as it, and do", others)
     if select.arranges:
         others = {
             "layers that read what another picked, as each has units of its own": select.follows,
@@ -98,7 +98,7 @@ def _check_select(config: CacheConfig, select: Selector, model: ModelConfig) -> 
             "a score that reads what another layer keeps": follows(config, model),
             "layers that see a window of the newest tokens, from which whole units would leave": any(model.windows),
         }
-        alone(config, "units of tokens that are alike, in each head its own, do", others)
+        refuse_first(config, "units of tokens that are alike, in each head its own, do", others)
     if config.devices > 1 and select.stateful:
         raise ValueError(
             f"{config}: its selector remembers what every step attended to, which devices that divide the slots of a "
@@ -175,7 +175,7 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         "the selection of pages, as all layers of a code read it": group > 1 and config.select is not None,
         "one tier alone, as what follows the prompt needs another": len(pupils) > 1 or pupils[0] == last,
     }
-    alone(config, "a codec that learns of each prompt does", others)
+    refuse_first(config, "a codec that learns of each prompt does", others)
 
 
 def _check_host(config: CacheConfig, model: ModelConfig) -> None:
@@ -218,7 +218,7 @@ def _check_host(config: CacheConfig, model: ModelConfig) -> None:
         "positions within the cache": config.relative,
         "devices that divide the slots of tiers": config.devices > 1,
     }
-    alone(config, "codes in the memory of the host do", others)
+    refuse_first(config, "codes in the memory of the host do", others)
 
 
 def _check_merge(config: CacheConfig) -> None:
@@ -227,7 +227,7 @@ def _check_merge(config: CacheConfig) -> None:
     coded = [c for tier in config.tiers for c in config.codecs(tier) if not c.exact or tier.rope != "write"]
     others = {f"the codec {type(c).__name__}, which codes a token once or un-rotated": True for c in coded}
     others["the selection of pages"] = config.select is not None
-    alone(config, "mixtures of entries that are mixed again at each flush do", others)
+    refuse_first(config, "mixtures of entries that are mixed again at each flush do", others)
 
 
 def _check_residual(config: CacheConfig, model: ModelConfig) -> None:
@@ -238,7 +238,9 @@ def _check_residual(config: CacheConfig, model: ModelConfig) -> None:
         "a score whose tokens leave before their slots are needed": expiring(config, model),
         "layers that see a window of the newest tokens": any(model.windows),
     }
-    alone(config, "the evicted in a state beside the tiers, such as one token more of their head (rest), do", others)
+    refuse_first(
+        config, "the evicted in a state beside the tiers, such as one token more of their head (rest), do", others
+    )
 
 
 def _check_idle(config: CacheConfig, model: ModelConfig) -> None:
@@ -280,10 +282,10 @@ def _check_pool(config: CacheConfig, model: ModelConfig) -> None:
         f"a codec that codes {max(grains)} tokens together": max(grains) > 1,
         f"{model.heads} kv heads, more than {HEADS}": model.heads > HEADS,
     }
-    alone(config, "heads that compete for one pool of slots (pooled) do", others)
+    refuse_first(config, "heads that compete for one pool of slots (pooled) do", others)
 
 
-def alone(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
+def refuse_first(config: CacheConfig, what: str, others: dict[str, bool]) -> None:
     """Raise ValueError naming the first of `others` that is true.
 
     Args:

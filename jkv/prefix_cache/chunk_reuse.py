@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.x32 import narrow
-from jkv.attention.dequantization import stored
+from jkv.attention.dequantization import dequantize
 from jkv.cache.cache import Cache
 from jkv.cache.padding import pad
 from jkv.core.chunk_recompute import blended
@@ -25,11 +25,11 @@ from jkv.core.decode_loop import prefill_own
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_variants import Variant
-from jkv.prefix_cache.prefix import Begins, BegunPrompts, Piece, Records, doubling, loaded, root
+from jkv.prefix_cache.prefix import BegunPrompts, Piece, PrefixReuse, Records, doubling, loaded, root
 from jkv.prefix_cache.recompute import renewal
 from jkv.prefix_cache.store import Store
 from jkv.prefix_cache.store_codec import Exact, Record
-from jkv.prefix_cache.stored_prefix import Beginnings
+from jkv.prefix_cache.stored_prefix import StoredPrefixes
 from jkv.prompts.allocation import empty
 from jkv.prompts.prefill import Prompts
 from jkv.prompts.tokenization import encode_row
@@ -51,7 +51,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Found:
+class ChunkMatch:
     """A match of a prompt with a passage.
 
     Attributes:
@@ -73,7 +73,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedChunk:
     """The cached keys and values of a match.
 
     Attributes:
@@ -180,7 +180,7 @@ class Passages:
             )
         # Copy keys and values of the tokens from the recent windows and tiers.
         layers = jax.device_get(
-            [(x.k[0, :, stop - len(ids) : stop], x.v[0, :, stop - len(ids) : stop]) for x in stored(cache)]
+            [(x.k[0, :, stop - len(ids) : stop], x.v[0, :, stop - len(ids) : stop]) for x in dequantize(cache)]
         )
         record = {
             side: np.stack(x).astype(cache.dtype) for side, x in zip("kv", zip(*layers, strict=True), strict=True)
@@ -198,7 +198,7 @@ class Passages:
             self._at.setdefault(ids[i : i + LEAST], []).append((number, i))
         return number
 
-    def match(self, ids: Sequence[int]) -> list[Found]:
+    def match(self, ids: Sequence[int]) -> list[ChunkMatch]:
         """Match token ids with passages from left to right, taking the longest match at each position."""
         out, at, ids = [], 0, tuple(ids)
         while at + LEAST <= len(ids):
@@ -207,7 +207,7 @@ class Passages:
                 at += 1
                 continue
             length, passage, start = max((self._length(ids, at, *x), *x) for x in there)
-            out.append(Found(at, passage, start, length))
+            out.append(ChunkMatch(at, passage, start, length))
             at += length
         return out
 
@@ -221,8 +221,8 @@ class Passages:
         return n
 
     def held(
-        self, root: str, params: Params, config: CacheConfig, found: Found, before: Sequence[int], cost: Cost
-    ) -> Held | None:
+        self, root: str, params: Params, config: CacheConfig, found: ChunkMatch, before: Sequence[int], cost: Cost
+    ) -> CachedChunk | None:
         """Return the cached keys and values of a match; None: prefill it whole, as a new variant.
 
         Without variants (`renew.alpha` None), a passage is prefilled alone at its first match.
@@ -244,7 +244,7 @@ class Passages:
         best.used(share)
         here = slice(found.start, found.start + found.length)
         record = {name: x[:, :, here] if name in ("k", "v") else x[:, here] for name, x in best.record.items()}
-        return Held(record, best.first + found.start, best.again(share)[here])
+        return CachedChunk(record, best.first + found.start, best.again(share)[here])
 
     def _alone(self, params: Params, config: CacheConfig, passage: Passage, cost: Cost) -> Variant:
         """Prefill a passage alone, after its lead."""
@@ -254,11 +254,11 @@ class Passages:
         cache, _ = cost.run(prefill_own, params, blank, pad([ids], n), fresh=True)
         return Variant(Records(cache, len(ids))(len(passage.lead), len(ids)), len(passage.lead))
 
-    def whole(self, found: Found) -> bool:
+    def whole(self, found: ChunkMatch) -> bool:
         """Whether a match covers a whole passage."""
         return found.length == len(self.passages[found.passage].ids)
 
-    def learn(self, root: str, found: Sequence[Found], i: int, record: Record, paid: Sequence[np.ndarray]) -> None:
+    def learn(self, root: str, found: Sequence[ChunkMatch], i: int, record: Record, paid: Sequence[np.ndarray]) -> None:
         """Store a passage that was just prefilled within a prompt as a variant; it replaces the least useful if full.
 
         Args:
@@ -284,7 +284,7 @@ class Passages:
         self._variants[root, x.passage] = [variant, *kept[: self.renew.variants - 1]]  # ties keep the newer
 
 
-class Joins(Begins):
+class Joins(PrefixReuse):
     """Cached passages as the source of cached tokens for one cache."""
 
     def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
@@ -345,7 +345,7 @@ class Joins(Begins):
         """Do nothing: answers become passages by `Passages.said` only."""
 
     def _learn(
-        self, cache: Cache, n: int, found: Sequence[Found], born: Sequence[int], pos: Array, paid: Sequence[Array]
+        self, cache: Cache, n: int, found: Sequence[ChunkMatch], born: Sequence[int], pos: Array, paid: Sequence[Array]
     ) -> None:
         """Store the passages that were just prefilled whole as variants."""
         records, at, owed = Records(cache, n), np.asarray(pos)[0], [x[0] for x in jax.device_get(paid)]
@@ -356,14 +356,14 @@ class Joins(Begins):
 
 
 # The source of cached tokens for each type that `store=` accepts.
-BEGINS: dict[type, Any] = {Store: Beginnings, Passages: Joins}
+BEGINS: dict[type, Any] = {Store: StoredPrefixes, Passages: Joins}
 
 
-def begins(store: Store | Passages, params: Params, config: CacheConfig) -> Begins:
+def reuse_for(store: Store | Passages, params: Params, config: CacheConfig) -> PrefixReuse:
     """Return the source of cached tokens for a cache."""
     return BEGINS[type(store)](store, params, config)
 
 
 def kind(store: Store | Passages | None) -> Any:
     """Return the constructor of a prefill's prompts."""
-    return Prompts if store is None else partial(BegunPrompts, begins=partial(begins, store))
+    return Prompts if store is None else partial(BegunPrompts, begins=partial(reuse_for, store))

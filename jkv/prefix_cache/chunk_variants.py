@@ -40,7 +40,7 @@ class Variant:
         CFO = clip(alpha CCI (1 - beta'), 0, 1), CCI = 1 / (1 + exp(-ratio)), which is at least 0.5.
         """
         cci = 1 / (1 + exp(-self.ratio))
-        return min(max(alpha * cci * (1 - found(self.before, self.inter, now)), 0.0), 1.0)
+        return min(max(alpha * cci * (1 - overlap_score(self.before, self.inter, now)), 0.0), 1.0)
 
     def again(self, share: float) -> np.ndarray:
         """Return bool[T], the share (rounded up) of tokens with the most attention to earlier passages."""
@@ -55,14 +55,16 @@ class Variant:
         self.worth += 1 / max(share, 1 / self.record["k"].shape[2])
 
 
-def found(before: Sequence[int], inter: Sequence[float] | np.ndarray, now: Sequence[int]) -> float:
+def overlap_score(before: Sequence[int], inter: Sequence[float] | np.ndarray, now: Sequence[int]) -> float:
     """Return beta' = beta (1 - gamma), how much of a passage's earlier context is present `now`, in the same order.
 
     beta: the share of its attention `inter` that went to passages present again. gamma: the share of pairs of these
     that are in the opposite order. 1 if it did not attend to earlier passages.
 
-    >>> found((1, 2, 3), (1.0, 1.0, 2.0), (1, 3)), found((1, 2, 3), (1.0, 1.0, 1.0), (3, 2, 1)), found((), (), (4,))
-    (0.75, 0.0, 1.0)
+    >>> overlap_score((1, 2, 3), (1.0, 1.0, 2.0), (1, 3)), overlap_score((1, 2, 3), (1.0, 1.0, 1.0), (3, 2, 1))
+    (0.75, 0.0)
+    >>> overlap_score((), (), (4,))
+    1.0
     """
     total = float(np.sum(inter))
     if total <= 0:

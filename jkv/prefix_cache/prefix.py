@@ -61,7 +61,7 @@ def tail(n: int) -> int:
     return -(-n // BLOCK) * BLOCK
 
 
-class Begins(ABC):
+class PrefixReuse(ABC):
     """A source of cached keys and values for the prompts of one cache.
 
     Attributes:
@@ -213,7 +213,7 @@ class BegunPrompts(Prompts):
         begins: makes the source of cached tokens for a cache; None: none.
     """
 
-    begins: Callable[[Params, CacheConfig], Begins] | None
+    begins: Callable[[Params, CacheConfig], PrefixReuse] | None
 
     def draft(self, params: Params, config: CacheConfig) -> Prompts:
         return replace(super().draft(params, config), begins=None)  # cached keys and values are the main model's
@@ -232,14 +232,14 @@ class BegunPrompts(Prompts):
         return super().dense() if (begins := self.useful) is None else self.after(begins, self.uncompressed())
 
     @property
-    def useful(self) -> Begins | None:
+    def useful(self) -> PrefixReuse | None:
         """The source of cached tokens, or None if it cannot be used."""
         if self.begins is None or not self.whole or self.cost.over is not None:
             return None
         begins = self.begins(self.params, self.config)
         return None if begins.refusal else begins
 
-    def after(self, begins: Begins, cache: Cache) -> tuple[Cache, Array]:
+    def after(self, begins: PrefixReuse, cache: Cache) -> tuple[Cache, Array]:
         """Fill an empty cache from cached tokens and the prefilled rest, and return it with the next-token logits."""
         params, capacity = self.reaching, begins.capacity(self.longest)
         begun = [begins.read(params, row, self.cost, capacity) for row in self.rows]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.attention.dequantization import stored
+from jkv.attention.dequantization import dequantize
 from jkv.cache.cache import Cache
 from jkv.cache.padding import pad
 from jkv.core.compilation import ANY, Cost, Run, call, flow, program
@@ -19,7 +19,7 @@ from jkv.core.decode_loop import prefill_after, prefill_own
 from jkv.core.sampling import LOST
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.prefix import Begins, Records, doubling, loaded, tail
+from jkv.prefix_cache.prefix import PrefixReuse, Records, doubling, loaded, tail
 from jkv.prefix_cache.store import BLOCK, GRAIN, Store
 from jkv.prefix_cache.store_codec import Record
 from jkv.prompts.allocation import empty
@@ -29,7 +29,7 @@ from jkv.prompts.allocation import empty
 def slices(cache: Cache, row: Array, start: Array) -> list[tuple[Array, Array]]:
     """Compute `stretch` as one compiled program."""
     at = start + jnp.arange(BLOCK)
-    layers = stored(cache.pick(row[None]))
+    layers = dequantize(cache.pick(row[None]))
     return [tuple(y[0].at[:, at].get(mode="clip").astype(cache.dtype) for y in (x.k, x.v)) for x in layers]
 
 
@@ -46,7 +46,7 @@ def complete(cache: Cache) -> bool:
     return exact and not cache.states and all(plan.capacity >= plan.longest for plan in cache.plan)
 
 
-class Beginnings(Begins):
+class StoredPrefixes(PrefixReuse):
     """Prompt prefixes for one cache through a store, in whole blocks except for the end of an answer.
 
     Attributes:
@@ -59,7 +59,7 @@ class Beginnings(Begins):
     >>> from jkv import methods, models
     >>> params, texts = models.random(models.TINY), ("snapkv(budget=40)", "h2o(budget=40)")
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [Beginnings(Store(folder), params, methods.parse(x)).refusal for x in texts]
+    ...     [StoredPrefixes(Store(folder), params, methods.parse(x)).refusal for x in texts]
     ['', 'it scores with queries of the whole prompt']
     """
 

@@ -74,7 +74,7 @@ def check_there(cache: Cache) -> None:
 
 def check_beside(params: Params, cache: Cache) -> None:
     """Raise ValueError if cache and model lie on different devices, or if the model's mesh cannot divide the cache."""
-    if (over := sharding.over(params)) is not None:
+    if (over := sharding.mesh_of(params)) is not None:
         over.divide(cache)
     elif len(cache.counts.seen.sharding.device_set) > 1:
         raise ValueError(

@@ -191,7 +191,7 @@ def prefilled(
         ValueError: for an unsupported combination, or prompts that do not fit the context.
     """
     use_disk_cache()
-    over = sharding.over(params)
+    over = sharding.mesh_of(params)
     config, cost = config.bound(params), Cost(over=over)
     if over is not None:
         config = config.over(over)
@@ -228,7 +228,7 @@ def extended(params: Params, cache: Cache, rows: list[list[int]], new: int) -> t
         raise ValueError(f"the cache has {cache.rows} rows and the prompt {len(rows)}: give one text a row, or fork it")
     _check_asked(cache, rows)
     cache = with_room(cache, np.array([len(row) for row in rows]), np.full(len(rows), new))
-    cost = Cost(over=sharding.over(params))
+    cost = Cost(over=sharding.mesh_of(params))
     params = replace(params, config=cache.model)
     cache, logits = cost.run(prefill, params, cache, pad(rows, bucket(max(map(len, rows)))), later=True)
     return cache, logits, cost

@@ -43,8 +43,8 @@ from jkv.protocols.budget import Budget, Demand, Layer, LayerSize, Sizes
 from jkv.protocols.codec import Code, Codec, KernelCodes
 from jkv.protocols.evidence import Evidence, Queries, Window
 from jkv.protocols.inputs import Born, Columns, Counts, Needs, needs_of
-from jkv.protocols.merge import Entries, Lost, Merge
-from jkv.protocols.prefill import PROBED, Prefill, Probe, ProbeTokens, Reading, Say, Worth
+from jkv.protocols.merge import Entries, Evicted, Merge
+from jkv.protocols.prefill import PROBED, AttentionGradient, Prefill, Probe, ProbeTokens, Reading, Say
 from jkv.protocols.score import Score
 from jkv.protocols.selector import Entered, Look, Selector
 
@@ -63,7 +63,7 @@ __all__ = [
     "Layer",
     "LayerSize",
     "Look",
-    "Lost",
+    "Evicted",
     "Merge",
     "Needs",
     "PROBED",
@@ -77,6 +77,6 @@ __all__ = [
     "Selector",
     "Sizes",
     "Window",
-    "Worth",
+    "AttentionGradient",
     "needs_of",
 ]

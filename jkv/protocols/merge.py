@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @value
-class Lost:
+class Evicted:
     """Evicted tokens.
 
     Attributes:
@@ -61,7 +61,7 @@ class Merge:
         """Return this merge with the weights trained for the model; ValueError if there are none."""
         return self
 
-    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+    def into(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> tuple[Array, Array, Array]:
         """Choose the kept entries that absorb the evicted tokens, and their new keys and values.
 
         Args:
@@ -75,7 +75,7 @@ class Merge:
         """
         raise NotImplementedError
 
-    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
+    def remember(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> Columns:
         """Return the columns f32[B,H,S] of the kept entries after the merge; arguments as in `into`."""
         return ev.columns
 
@@ -83,7 +83,7 @@ class Merge:
         """Return the state of a layer that has evicted nothing: arrays [B,...] or [B,H,...]; None without a state."""
         return None
 
-    def absorb(self, state: Any, ev: Evidence, lost: Lost) -> Any:
+    def absorb(self, state: Any, ev: Evidence, lost: Evicted) -> Any:
         """Return the state after the tokens evicted at this flush."""
         return state
 

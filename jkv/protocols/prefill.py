@@ -34,7 +34,7 @@ PROBED = "probed"  # column that a probe fills, if the score has it
 
 
 @value
-class Worth:
+class AttentionGradient:
     """Weights query_i * key_hgj of attention probabilities p[i,j] of query head (h,g), by their effect on the output.
 
     Attributes:
@@ -51,7 +51,7 @@ class Probe:
     """Extra queries after a prompt, and the column that they compute. Subclasses implement `texts` and `observe`.
 
     Attributes:
-        graded: `observe` receives `Worth`, which takes a backward pass through the model.
+        graded: `observe` receives `AttentionGradient`, which takes a backward pass through the model.
     """
 
     graded: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class Probe:
         """
         raise NotImplementedError
 
-    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: AttentionGradient | None) -> Array:
         """Return the column f32[B,H,S] after the probe's queries, `ev.new`.
 
         Args:

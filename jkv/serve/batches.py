@@ -28,7 +28,7 @@ from jkv.speculative.draft_length import NODES, WIDTHS
 from jkv.speculative.draft_model import check as verifiable
 from jkv.speculative.proposer import Drafter
 from jkv.speculative.verify import Draft, verify
-from jkv.utils.errors import said
+from jkv.utils.errors import error_message
 
 STRIDE = 4  # decode steps between two events of a stream
 LEAST = 64  # shortest padded prompt length; each next one doubles
@@ -155,7 +155,7 @@ class Maker:
         except ValueError as error:
             if (name := str(config)) not in self.undrafted:
                 self.undrafted.add(name)
-                self.watch.undrafted(name, said(error))
+                self.watch.undrafted(name, error_message(error))
             return None
         return of_batch(self.draft, self.params)
 

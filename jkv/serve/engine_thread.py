@@ -18,7 +18,7 @@ from jax import Array
 from jkv.cache.cache import tree_bytes
 from jkv.core.compilation import use_disk_cache
 from jkv.engine.continuous_batch import Running
-from jkv.engine.scheduler import alone
+from jkv.engine.scheduler import single_row
 from jkv.generation import nan_check
 from jkv.generation.api import prefill
 from jkv.generation.teacher_forcing import Follow
@@ -27,7 +27,7 @@ from jkv.models import Params
 from jkv.prefix_cache.store import Store
 from jkv.serve.batches import Limits, Maker, Watch
 from jkv.serve.request_state import TOP, Echo, End, Fault, Kept, Receipt, Ticket, Token, tokens_of
-from jkv.utils.errors import said, survivable
+from jkv.utils.errors import error_message, survivable
 
 
 class Full(Exception):
@@ -66,7 +66,7 @@ def best(logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
 
 
 @jax.jit
-def held(cache: Any) -> Array:
+def kept_counts(cache: Any) -> Array:
     """Return the tokens kept per layer, row and kv head, i32[L,B,H] (`Cache.kept`)."""
     return cache.kept()
 
@@ -195,7 +195,7 @@ class Engine:
                 except BaseException as error:
                     if not survivable(error):
                         self.over = True
-                    self._fail(list(seats.tickets.values()), 500, said(error))
+                    self._fail(list(seats.tickets.values()), 500, error_message(error))
                     del self.seats[name]
             self._score()
             with self.change:
@@ -234,7 +234,7 @@ class Engine:
                     self.seats[name] = Seats(running=future.result())
                 else:
                     mine = [t for t in self._waiting() if str(t.config) == name]
-                    self._fail(mine, 400 if isinstance(error, ValueError) else 503, said(error))
+                    self._fail(mine, 400 if isinstance(error, ValueError) else 503, error_message(error))
         # Sort tickets: nothing to do, to be scored, or in need of a batch.
         for ticket in self._waiting():
             if not (ticket.scores or ticket.generates):
@@ -296,7 +296,7 @@ class Engine:
         fresh = []
         for slot, request, tokens, new in running.advance():
             ticket = seats.tickets[request.line]
-            if why := nan_check.said(running.params, tokens):
+            if why := nan_check.nan_message(running.params, tokens):
                 self._free(seats, slot, ticket)
                 ticket.tell(Fault(status=500, error=why))
             else:
@@ -334,9 +334,9 @@ class Engine:
         running, request = seats.running, ticket.request
         before = 0 if self.store is None else self.store.reused
         try:
-            running.admit(alone(running.shapes.bucket, request))
+            running.admit(single_row(running.shapes.bucket, request))
         except BaseException as error:
-            self._fail([ticket], 500, said(error))
+            self._fail([ticket], 500, error_message(error))
             if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
                 raise
             return
@@ -369,7 +369,7 @@ class Engine:
     def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, Receipt]:
         """Return receipts of rows, by slot, after the stride that they just ran."""
         cache = running.state.cache
-        kept, seen, model = np.asarray(held(cache)), np.asarray(cache.seen), cache.model
+        kept, seen, model = np.asarray(kept_counts(cache)), np.asarray(cache.seen), cache.model
         fixed = tree_bytes(cache.states) // cache.rows
         token = model.layers * model.heads * model.cached * cache.dtype.itemsize
         out = {}
@@ -399,7 +399,7 @@ class Engine:
             echo = next(slices)
         except BaseException as error:
             self.scoring.popleft()
-            self._fail([ticket], 500, said(error))
+            self._fail([ticket], 500, error_message(error))
             if not survivable(error):
                 raise
             return

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jkv.core.sampling import fold
-from jkv.engine.formats import CHAT, LENGTHS, asking, own
+from jkv.engine.formats import CHAT, LENGTHS, asking, from_openai
 from jkv.engine.request import Limits as Sizes
 from jkv.engine.request import Request, Settings, parsed, request
 from jkv.methods import parse
@@ -34,7 +34,7 @@ class NotFound(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class OpenAIRequest:
     """A parsed call.
 
     Attributes:
@@ -85,7 +85,7 @@ class Reader:
         self.engine, self.name, self.caches = engine, name, caches
         self.config = lru_cache(256)(self._config)
 
-    def read(self, raw: bytes, url: str) -> Asked:
+    def read(self, raw: bytes, url: str) -> OpenAIRequest:
         """Parse and validate a body.
 
         Args:
@@ -121,7 +121,7 @@ class Reader:
         if len(bodies) * n > self.engine.limits.queue:
             raise ValueError(f"{len(bodies) * n} answers: at most {self.engine.limits.queue} a call")
         rows = [self._row(url, x) for x in bodies]
-        return Asked(
+        return OpenAIRequest(
             chat=chat,
             requests=tuple(self._seeded(row, i) for row in rows for i in range(n)),
             config=self.config(cache),
@@ -137,7 +137,7 @@ class Reader:
     def _row(self, url: str, body: Mapping[str, Any]) -> Request:
         """Validate one prompt with its settings and tokenize it."""
         limits, params = self.engine.limits, self.engine.params
-        asked = own(url, body, DOES)
+        asked = from_openai(url, body, DOES)
         row = request(0, asked, params, parse("full"), Settings(max_new_tokens=1), self._sizes)
         if len(row.tokens) > limits.prompt:
             raise ValueError(f"the prompt has {len(row.tokens):,} tokens: at most {limits.prompt:,} are read here")

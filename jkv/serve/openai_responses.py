@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jkv.io.tokenizer import Tokenizer
-from jkv.serve.openai_requests import Asked
+from jkv.serve.openai_requests import OpenAIRequest
 from jkv.serve.request_state import Echo, End, Event, Kept, Piece, Token
 
 
@@ -32,7 +32,7 @@ class Answer:
         heard: incremental decoder of each row's tokens.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, asked: OpenAIRequest, model: str, tokenizer: Tokenizer) -> None:
         self.asked, self.tokenizer = asked, tokenizer
         kind = "chat.completion" if asked.chat else "text_completion"
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jkv.engine.formats import CHAT, TEXT
 from jkv.serve.engine_thread import Engine, Full
 from jkv.serve.metrics import Metrics
-from jkv.serve.openai_requests import Asked, NotFound, Reader
+from jkv.serve.openai_requests import NotFound, OpenAIRequest, Reader
 from jkv.serve.openai_responses import Answer, error
 from jkv.serve.page import page
 from jkv.serve.request_state import End, Event, Fault, Kept
@@ -229,7 +229,7 @@ class Unsent:
 class Call(Response):
     """Response to one call while its rows run. If the client disconnects, the rows are cancelled."""
 
-    def __init__(self, server: Server, asked: Asked) -> None:
+    def __init__(self, server: Server, asked: OpenAIRequest) -> None:
         self.server, self.asked = server, asked
         self.events = Unsent()
         self.background = None

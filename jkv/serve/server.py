@@ -77,10 +77,10 @@ def serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
-    Told(config, f"jkv serves {name}").run()
+    AnnouncingServer(config, f"jkv serves {name}").run()
 
 
-class Told(uvicorn.Server):
+class AnnouncingServer(uvicorn.Server):
     """A uvicorn server that prints its address once it listens."""
 
     def __init__(self, config: uvicorn.Config, text: str) -> None:

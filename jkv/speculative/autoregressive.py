@@ -16,7 +16,7 @@ from jax import Array
 from jkv.cache.cache import Cache, Decoding
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import run_blocks
-from jkv.core.sampling import Given, Sampling
+from jkv.core.sampling import ForcedTokens, Sampling
 from jkv.models import Params
 from jkv.speculative.decoding import Drafting
 from jkv.speculative.draft_length import NODES, Pace
@@ -208,7 +208,9 @@ class Drawing(Chains):
         if len(rows) > 1:
             width = max(NODES, drawn + most)  # a fixed size, because each size is another program
             ids = [[*[-1] * drawn, *row, *[-1] * width][:width] for row in known]
-            sampling = replace(sampling, given=Given(ids=jnp.asarray(ids, jnp.int32), seen=jnp.copy(state.cache.seen)))
+            sampling = replace(
+                sampling, given=ForcedTokens(ids=jnp.asarray(ids, jnp.int32), seen=jnp.copy(state.cache.seen))
+            )
         # Decode, plainly or with drafts by the drafter behind.
         if self.behind is None:
             state = run_blocks(params, state, sampling, jnp.int32(drawn + most))

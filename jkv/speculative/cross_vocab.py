@@ -11,7 +11,7 @@ from jkv.models import Params
 from jkv.speculative.autoregressive import Drawn, Odds
 from jkv.speculative.draft_model import PIECE, Through
 from jkv.speculative.proposer import Guess, Verifier, parted
-from jkv.speculative.vocab_mapping import Translation, whole
+from jkv.speculative.vocab_mapping import Translation, split_partial
 
 HELD = 4  # newest drafter tokens that more text may retokenize; more if they start inside a character
 CONTINUING = {bytes([b]) for b in range(0x80, 0xC0)}  # UTF-8 continuation bytes
@@ -135,7 +135,7 @@ class Across:
 
     def _begun(self, row: list[int]) -> Reading:
         """Tokenize a prompt for the drafter."""
-        text, begun = whole(self.translation.read(row))
+        text, begun = split_partial(self.translation.read(row))
         tokenizer = self.translation.drafter
         ids = tokenizer.encode(text) or [0]  # special tokens have no text, and the prefill needs a token
         n = self._until(ids, max(len(ids) - HELD, 1)) or len(ids)  # the prefill needs a token
@@ -146,7 +146,7 @@ class Across:
         if len(row) == x.of:
             return
         new = self.translation.text_of(x.open) + x.begun + self.translation.read(row[x.of :])
-        text, x.begun = whole(new)
+        text, x.begun = split_partial(new)
         ids = self.translation.within(text)
         n = self._until(ids, max(len(ids) - HELD, 0))
         x.sure, x.open, x.of = x.sure + ids[:n], ids[n:], len(row)

@@ -14,7 +14,7 @@ from jkv.cache.cache import Cache, Decoding
 from jkv.cache.padding import pad
 from jkv.core import sampling
 from jkv.core.decode_loop import prefill_own
-from jkv.core.sharding import over
+from jkv.core.sharding import mesh_of
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prompts.prefill import prefilled
@@ -114,7 +114,7 @@ class Through(Drawing):
 
 def check(params: Params, cache: CacheConfig | Cache) -> None:
     """Raise ValueError for a model or cache through which draft tokens cannot be verified."""
-    if over(params) is not None:
+    if mesh_of(params) is not None:
         raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
     if params.config.mixers is not None:
         raise ValueError(

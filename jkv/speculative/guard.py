@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from jkv.speculative.proposer import Refusal
-from jkv.utils.errors import said, survivable
+from jkv.utils.errors import error_message, survivable
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Trial:
         """Record and suppress a survivable error."""
         if error is None or isinstance(error, Refusal) or not survivable(error):
             return False
-        self.failure = self.failure or said(error)
+        self.failure = self.failure or error_message(error)
         return True
 
     @property

@@ -104,12 +104,12 @@ def ends(params: Params, words: np.ndarray) -> Ends:
     return Ends(bare=bare, words=jnp.asarray(words, jnp.int32), back=jnp.asarray(back, jnp.float32))
 
 
-def found(back: Array, z: Array) -> Array:
+def hidden_of(back: Array, z: Array) -> Array:
     """Recover u f32[...,E], with root mean square 1, from the logits f32[...,m] of the selected words."""
     return _even(z @ back)
 
 
-def begun(net: Net, bare: Params, u: Array, before: Array) -> Array:
+def initial_state(net: Net, bare: Params, u: Array, before: Array) -> Array:
     """Return h_0 f32[...,R].
 
     Args:
@@ -133,7 +133,7 @@ def foreseen(net: Net, h: Array) -> Array:
     return _even(_even(h) @ net.out.T)
 
 
-def said(bare: Params, u: Array) -> Array:
+def draft_logits(bare: Params, u: Array) -> Array:
     """Return the logits q_k f32[B,T,n] from u_k f32[B,T,E]."""
     return family(bare.config).head(bare, u)
 
@@ -170,7 +170,7 @@ def chains(
         Tokens i32[B,N], -1: none; and their probabilities f32[B,N].
     """
     bare, some = ends.bare, ends.words[ends.some]
-    h = begun(net, bare, found(ends.back, logits[:, some]), newest[:, 1:])
+    h = initial_state(net, bare, hidden_of(ends.back, logits[:, some]), newest[:, 1:])
 
     def going(carry: tuple[Array, ...]) -> Array:
         i, chance = carry[0], carry[3]
@@ -179,7 +179,7 @@ def chains(
     def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         i, h, token, chance, ids, qs = carry
         h = followed(net, bare, h, token)
-        q = said(bare, foreseen(net, h)[:, None])[:, 0]
+        q = draft_logits(bare, foreseen(net, h)[:, None])[:, 0]
         best = q.argmax(-1)
         p = probabilities(q)
         sure = known[:, i]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from jkv.cache.cache import Cache, tree_bytes
 from jkv.cache.spec import LayerConfig
-from jkv.core.self_draft_cache import Tiers, alone, beside, excerpt
+from jkv.core.self_draft_cache import Tiers, beside, draft_plan, excerpt
 from jkv.methods.config import CacheConfig
 from jkv.speculative.autoregressive import Drawing, Draws, Known
 from jkv.speculative.draft_length import NODES
@@ -55,7 +55,7 @@ class Excerpts(Drawing):
         untiered = replace(cache.bare, layers=tuple(replace(x, tiers=()) for x in cache.layers))
         copy = beside(replace(bare, cache=untiered), new=NODES)  # a fixed size, because each size is another program
         layers = tuple(replace(x, tiers=y) for x, y in zip(copy.cache.layers, self.tiers, strict=True))
-        own = replace(copy.cache, layers=layers, plan=alone(cache.plan), name=cache.name, new=cache.new)
+        own = replace(copy.cache, layers=layers, plan=draft_plan(cache.plan), name=cache.name, new=cache.new)
         self.nbytes = max(self.nbytes, tree_bytes(layers))
         before = [row[:-1] if on else row for row, on in zip(rows, state.alive.tolist(), strict=True)]
         found, after = self.decoded(params, replace(copy, cache=own), sampling, before, most, known, drawn=1)

@@ -147,10 +147,10 @@ class Translation:
         return ids if b"".join(self.model_bytes[i] or b"" for i in ids) == text else []
 
 
-def whole(text: bytes) -> tuple[str, bytes]:
+def split_partial(text: bytes) -> tuple[str, bytes]:
     """Split bytes into text and the trailing bytes of an incomplete character.
 
-    >>> whole("a\u00e9".encode()[:-1])
+    >>> split_partial("a\u00e9".encode()[:-1])
     ('a', b'\\xc3')
     """
     for n in range(min(4, len(text) + 1)):

@@ -16,10 +16,10 @@ def survivable(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def said(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Format an error in one line.
 
-    >>> said(KeyError("rank"))
+    >>> error_message(KeyError("rank"))
     "KeyError: 'rank'"
     """
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ import os
 _begun = _lost = False
 
 
-def begun() -> None:
+def mark_started() -> None:
     """Record that this process has used JAX, so that its forks cannot."""
     global _begun
     if not _begun and hasattr(os, "register_at_fork"):

@@ -34,7 +34,6 @@ from jkv.models.weights.linear import linear
 from . import recurrent_state
 from .recurrent_state import (
     State,
-    begun,
     behind,
     convolved,
     decay,
@@ -42,6 +41,7 @@ from .recurrent_state import (
     paces,
     rate,
     settled,
+    state_after,
     stretches,
     sums,
     waiting,
@@ -79,7 +79,7 @@ def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, o
     raw = behind(old.raw[:, : m.kernel - 1].swapaxes(1, 2), raw.astype(old.raw.dtype), live)
     dt, beta = (jnp.where(live[:, None], a, 0) for a in (dt, beta))  # zeros leave the state unchanged
     y, state = _scan(m, grouped(old.state, m, 1), convolved(w, m, raw), rate(w, m) * grouped(dt, m, 1), beta)
-    return _finish(w, m, eps, y, z), begun(m, old, raw, state)
+    return _finish(w, m, eps, y, z), state_after(m, old, raw, state)
 
 
 def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, old: State) -> tuple[Array, State]:

@@ -28,7 +28,6 @@ from jkv.models.weights.linear import linear
 
 from .recurrent_state import (
     State,
-    begun,
     behind,
     convolved,
     decay,
@@ -37,6 +36,7 @@ from .recurrent_state import (
     rate,
     settled,
     start,
+    state_after,
     stretches,
     sums,
     waiting,
@@ -69,7 +69,7 @@ def read(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, live: Array, o
     raw = behind(old.raw[:, : m.kernel - 1].swapaxes(1, 2), raw.astype(old.raw.dtype), live)
     dt = jnp.where(live[:, None], dt, 0)  # dt = 0 leaves the state unchanged
     y, state = _scan(w, m, grouped(old.state, m, 1), convolved(w, m, raw), dt)
-    return _finish(w, m, eps, y, z), begun(m, old, raw, state)
+    return _finish(w, m, eps, y, z), state_after(m, old, raw, state)
 
 
 def step(w: Mapping[str, Array], m: Mixers, eps: float, x: Array, alive: Array, old: State) -> tuple[Array, State]:

@@ -50,7 +50,7 @@ def waits(x: State) -> Array:
     return jnp.arange(x.dt.shape[1])[None] < x.count[:, None]
 
 
-def begun(m: Mixers, old: State, raw: Array, state: Array) -> State:
+def state_after(m: Mixers, old: State, raw: Array, state: Array) -> State:
     """Return the state after a prefill, with an empty window.
 
     Args:

@@ -153,7 +153,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Held:
+class HostArray:
     """A host array with the interface of a `Stack`; it is never modified, so a device may share its memory."""
 
     array: np.ndarray

@@ -18,8 +18,8 @@ from jkv.models.config import Mixers, ModelConfig
 from jkv.utils import fork_guard
 
 from .linear import Coded, Joined, Kept, rounded
-from .loading import Held, Rows, Stack
-from .quantize import EACH, MATRICES, Form, named
+from .loading import HostArray, Rows, Stack
+from .quantize import EACH, MATRICES, Form, parse_form
 
 Tensors = Mapping[str, Callable[[], Any]]  # readers of arrays, or of a `loading.Matrix` with a `dtype`
 Blocks = Mapping[str, Callable[[], Any]]  # readers of a `loading.Matrix` whose rows are `Coded`
@@ -249,14 +249,14 @@ def assemble(
         ValueError: Names are missing or unused, shapes differ from the config, or values are NaN or infinite; the
             message lists them.
     """
-    fork_guard.begun()
+    fork_guard.mark_started()
     wanted = names(c, table)
     wrong = _complain("missing", [n for n in wanted if n not in tensors])
     wrong += _complain("unused", [n for n in tensors if n not in wanted and not _spare(n, table)])
     if wrong:
         said = f"the checkpoint does not fit the config of this {c.family} model: " + "; ".join(wrong)
         raise ValueError(f"{said}; take the config and the tensors of one model that is not quantized")
-    checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, named(form))
+    checkpoint = Checkpoint(c, table, wanted, tensors, blocks, put, parse_form(form))
     made = _stacked(c, table, checkpoint.array, dtype)
     if wrong := checkpoint.wrong:
         raise ValueError("the checkpoint cannot be used: " + "; ".join(wrong[:8]) + _more(wrong, 8))
@@ -308,7 +308,7 @@ class Checkpoint:
         return self._put(field, code(x)) if code else self.put(field, x, dtype)
 
     def _put(self, field: str, found: Any) -> Any:
-        return jax.tree.map(lambda x: self.put(field, Held(x), x.dtype), found)
+        return jax.tree.map(lambda x: self.put(field, HostArray(x), x.dtype), found)
 
     def _found(self, name: str, kept: bool) -> Any:
         got = self.blocks[name]() if kept else self.tensors[name]()
@@ -364,7 +364,7 @@ def abstract(
     c: ModelConfig, table: Names, dtype: Any, form: Form | str | None = None, blocks: Blocks = MappingProxyType({})
 ) -> Params:
     """Build Params of shapes only, to compile without weights; `form` and `blocks` as in `assemble`."""
-    known, kept = names(c, table), named(form)
+    known, kept = names(c, table), parse_form(form)
 
     def array(layer: int | None, field: str, names: tuple[str, ...], dtype: Any) -> Any:
         if all(name in blocks for name in names):
@@ -405,12 +405,12 @@ def _stacked(
     return Params(embed=embed, layers=layers, norm=norm, head=head, config=c)
 
 
-def apart(params: Params, table: Names) -> dict[str, np.ndarray]:
+def disassemble(params: Params, table: Names) -> dict[str, np.ndarray]:
     """Return the tensors of a float model without experts by checkpoint name: the inverse of `assemble`.
 
     >>> from jkv import models
     >>> p = models.random(models.TINY)
-    >>> apart(p, models.llama.TENSORS)["model.layers.1.self_attn.k_proj.weight"].shape
+    >>> disassemble(p, models.llama.TENSORS)["model.layers.1.self_attn.k_proj.weight"].shape
     (16, 32)
     """
     c = params.config

@@ -92,13 +92,13 @@ class ByRows:
 FORMATS: Mapping[str, Form] = {"int8": ByRows(int8), "int4": ByRows(int4)}
 
 
-def named(form: Form | str | None) -> Form | None:
+def parse_form(form: Form | str | None) -> Form | None:
     """Return the format of a name; a format or None is returned unchanged."""
     return FORMATS[form] if isinstance(form, str) else form
 
 
 def check_divided(form: Form | str | None) -> None:
     """Raise ValueError for a format whose arrays the devices of a mesh cannot share."""
-    found = named(form)
+    found = parse_form(form)
     if found is not None and not found.divided:
         raise ValueError("bitstack weights are of one device: leave the mesh out, or use weights='int8'")

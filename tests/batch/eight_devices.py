@@ -75,7 +75,7 @@ OWN = {
 def rows_that_come_and_go() -> dict[str, Any]:
     """Rows of a job with a common beginning, through states and tiers."""
     params, head = HYBRID, RNG.integers(0, 100, 40)
-    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("data=2,model=2,context=2", jax.devices(), params.config))
     prompts = [np.append(head, RNG.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
     rows = [
@@ -101,7 +101,7 @@ def rows_that_come_and_go() -> dict[str, Any]:
 def rows_that_recur(kind: str) -> dict[str, Any]:
     """Prompts of one stretch and of two, and some steps."""
     params = jkv.models.random(RECURRING[kind])
-    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), params.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("data=2,model=2,context=2", jax.devices(), params.config))
     prompts, cache = [TOKENS[i, : 96 - 40 * i].tolist() for i in range(2)], "h2o(budget=40) | int8"
     alone = jkv.generate(params, cache, prompts, max_new_tokens=20)
     there = jkv.generate(jax.device_put(params, over.shardings(params)), cache, prompts, max_new_tokens=20)
@@ -123,7 +123,7 @@ PROMPTS = ("h2o(budget=41) | int8", 0), ("adakv(budget=80, window=8) | int4", 0)
 def prompts(cache: str, chunk: int) -> dict[str, Any]:
     """What is kept of prompts, whose tokens are divided too, the logits after them, and after more text."""
     texts = [RNG.integers(0, 100, n).tolist() for n in (300, 250, 256, 299)]
-    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("data=2,model=2,context=2", jax.devices(), PARAMS.config))
     weights = PARAMS, jax.device_put(PARAMS, over.shardings(PARAMS))
     (one, here), (all_, there) = (jkv.prefill(x, cache, texts, chunk=chunk) for x in weights)
     kept = [[np.sort(t.pos, -1).tolist() for t in x.layers[0].tiers] for x in (one, all_)]
@@ -168,7 +168,7 @@ def products() -> list[float]:
     """Of a prompt of 512 tokens on each of 4 devices, and of 8, which divide its tokens."""
     found, wide = [], jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1, hidden_size=256), 0, jnp.float32)
     for text in ("data=2,model=2", "data=2,model=2,context=2"):
-        over = sharding.MeshPlan(sharding.named(text, jax.devices(), wide.config))
+        over = sharding.MeshPlan(sharding.parse_mesh(text, jax.devices(), wide.config))
         config, params = methods.parse("full").over(over), jax.device_put(wide, over.shardings(wide))
         cache, ids = allocation.empty(config, params.config, 4, 512, 16, jnp.float32), jnp.ones((4, 512), jnp.int32)
         program, _ = compiled(decode_loop.prefill_own.whole, params, cache, ids, over=over, fresh=True)
@@ -202,7 +202,7 @@ def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[decode_loop.Deco
 
 def slots(cache: str) -> dict[str, Any]:
     """Rows, heads and slots: what each step would draw, and how far its logits are from those of one device."""
-    over = sharding.MeshPlan(sharding.named("data=2,model=2,context=2", jax.devices(), PARAMS.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("data=2,model=2,context=2", jax.devices(), PARAMS.config))
     (here, _), (there, text) = forced(cache, None), forced(cache, over)
     a, b = np.asarray(here.trace), np.asarray(there.trace)
     second, first = np.moveaxis(np.sort(a, -1)[..., -2:], -1, 0)
@@ -220,7 +220,7 @@ def slots(cache: str) -> dict[str, Any]:
 
 def messages() -> list[list[Any]]:
     """Those of a program that sums three times in a loop, in the scope of a step, and gathers once in a flush's."""
-    mesh = sharding.named("data=8", jax.devices(), PARAMS.config)
+    mesh = sharding.parse_mesh("data=8", jax.devices(), PARAMS.config)
 
     def run(x: jax.Array) -> jax.Array:
         with jax.named_scope("step"):

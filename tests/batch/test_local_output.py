@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jkv.batch.local_output import Shard, claim
-from jkv.batch.output_rows import Written, answered, parsed
+from jkv.batch.output_rows import OutputRow, match_rows, parsed
 
 ABOUT = {"input": "ab", "cache": "full", "settings": {"stop": ("x",)}}
 MADE = {"jax": "1"}
@@ -270,14 +270,14 @@ def test_every_input_meets_every_output():
     it, or all is refused; a failure has one if an answer has not; no line has two."""
     kinds = [None, "a", "b", "c"]
     for asked, kept in product(product(kinds, repeat=3), product([None, "a", "b", "-a"], repeat=3)):
-        found = [Written(i, k[-1], None if k[0] == "-" else (3, 2)) for i, k in enumerate(kept, 1) if k]
+        found = [OutputRow(i, k[-1], None if k[0] == "-" else (3, 2)) for i, k in enumerate(kept, 1) if k]
         want = {i: k for i, k in enumerate(asked, 1) if k}
         keys, answers = list(want.values()), [x.key for x in found if x.counts]
         if any(answers.count(k) > keys.count(k) for k in answers):
             with pytest.raises(ValueError, match="another job"):
-                answered(Path("x"), found, want)
+                match_rows(Path("x"), found, want)
             continue
-        given = answered(Path("x"), found, want)
+        given = match_rows(Path("x"), found, want)
         used = [line for line in given if line is not None]
         assert len(set(used)) == len(used)
         assert all(want[line] == x.key for x, line in zip(found, given, strict=True) if line is not None)

@@ -28,7 +28,7 @@ def test_many_prompts_beside_the_peers_best_batch(monkeypatch: pytest.MonkeyPatc
         n = len(prompts.tokens)
         return -(-n // batch) + 0.1 * n, [[1]] + [[2]] * (n - 1)
 
-    monkeypatch.setattr(many, "answered", answered)
+    monkeypatch.setattr(many, "run_job", answered)
     monkeypatch.setattr(many, "looped", looped)
     monkeypatch.setattr(many, "Transformers", lambda source, threads: None)
     found = list(many.rows(model_shapes.noise(models.TINY, 4, 1), 40, 64, 8, [0, 32], "full", 4, 1))

@@ -423,7 +423,7 @@ def test_another_source_jax_or_machine_goes_on_with_a_note(
     assert about.keys() == {"source", "backend", "device", "jax", "jaxlib", "python"}
     for name in about:
         capsys.readouterr()
-        monkeypatch.setattr(job_run, "made", lambda name=name: about | {name: "other"})
+        monkeypatch.setattr(job_run, "provenance", lambda name=name: about | {name: "other"})
         assert pretended(task) == (set(), 0)
         assert (
             f"note: {task.out} was begun otherwise: {name} '{about[name]}' there, 'other' now"

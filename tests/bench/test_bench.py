@@ -631,7 +631,7 @@ def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
 def test_a_peer_with_other_weights_is_found_out(torch, params):
     source = model_shapes.noise(models.TINY, 4, 1)
     peer = engines.Transformers(source, 1)
-    assert engines.apart(engines.Jkv(params), peer) < 1e-4
+    assert engines.largest_difference(engines.Jkv(params), peer) < 1e-4
     absorb, lengths = peer.absorb, []
     peer.absorb = lambda ids, cache: (lengths.append(cache.get_seq_length()), absorb(ids, cache))[1]
     trial = peer.tokens(np.ones((1, 8), np.int64), 3)
@@ -641,7 +641,7 @@ def test_a_peer_with_other_weights_is_found_out(torch, params):
     with torch.no_grad():
         peer.model.lm_head.weight.mul_(2)
     with pytest.raises(ValueError, match="do not run the same model"):
-        engines.apart(engines.Jkv(params), peer)
+        engines.largest_difference(engines.Jkv(params), peer)
 
 
 @pytest.mark.peers

@@ -35,7 +35,7 @@ def test_bits_are_those_of_the_tensors(peer, params, ids):
     assert found["full"] == [32, 32]
     assert found["fp8"] == [round(8 + 32 / (40 * c.heads * c.head_dim), 4)] * 2  # one scale for a layer's prompt
     parts = {"codes": peer.torch.zeros(3, dtype=peer.torch.uint8), "scales": (peer.torch.zeros(2), "float32", 64)}
-    assert quantized.stored(parts) == 3 + 8
+    assert quantized.tensor_bytes(parts) == 3 + 8
 
 
 def test_both_libraries_follow_the_same_tokens(peer, params, ids):

@@ -96,7 +96,7 @@ def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
         with pytest.raises(ValueError, match=why):
             answers(job(tmp_path, draft))
         assert not (tmp_path / draft).exists()
-    over = sharding.MeshPlan(sharding.named("model=1", jax.devices(), PARAMS.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("model=1", jax.devices(), PARAMS.config))
     with pytest.raises(ValueError, match="--draft: guesses are verified on one device; leave out --mesh, or --draft"):
         replace(job(tmp_path, "suffix"), over=over).drafter  # noqa: B018
 

@@ -327,8 +327,8 @@ def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
 )
 def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
     with pytest.raises(ValueError, match=says):
-        sharding.named(mesh, jax.devices()[:1], PARAMS.config)
-    assert dict(sharding.named("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {
+        sharding.parse_mesh(mesh, jax.devices()[:1], PARAMS.config)
+    assert dict(sharding.parse_mesh("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {
         "data": 3, "model": 2, "context": 1,
     }  # fmt: skip
 

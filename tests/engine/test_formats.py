@@ -15,7 +15,7 @@ from jkv import methods
 from jkv.batch.job import Job
 from jkv.batch.output_rows import parsed
 from jkv.batch.run import run
-from jkv.engine.formats import CHAT, PLAIN, TEMPLATE, TEXT, Answered, Call
+from jkv.engine.formats import CHAT, PLAIN, TEMPLATE, TEXT, Call, SampleAnswers
 from jkv.engine.request import Refused, Request, Settings, failed, read
 from jkv.generation import arguments
 from jkv.io import load as loading
@@ -210,7 +210,7 @@ def test_custom_ids_are_one_lines_alone(params: Any):
 
 def test_an_answer_has_what_the_api_says():
     """The fields of the published schemas, and no others."""
-    about = Answered(id="a", key="k", choices=(("yes", "stop"),), prompt_tokens=3, tokens=2)
+    about = SampleAnswers(id="a", key="k", choices=(("yes", "stop"),), prompt_tokens=3, tokens=2)
     chat, text = (Call(url, "m").answer(about) for url in (CHAT, TEXT))
     for told in (chat, text):
         assert told.keys() == {"id", "custom_id", "response", "error"} and told["error"] is None

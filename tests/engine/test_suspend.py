@@ -30,7 +30,7 @@ from jkv.engine.decode import Answer, Slots
 from jkv.engine.request import Request, Settings
 from jkv.engine.scheduler import Bucket
 from jkv.engine.spec import Shapes
-from jkv.engine.suspend import Suspended
+from jkv.engine.suspend import SuspendedRows
 from jkv.generation.cache_file import packed, row
 from jkv.io import array_file
 from support import rig, stores
@@ -85,14 +85,14 @@ def goes_on(params: Any, cache: str, aside: Path) -> None:
     shapes = batch(params, cache)
     rows, config = shapes.bucket.rows, shapes.config
     whole = tokens(Running(params, shapes, Cost()).answers(()))
-    first = Running(params, shapes, Cost(), suspended=Suspended(aside, params, config))
+    first = Running(params, shapes, Cost(), suspended=SuspendedRows(aside, params, config))
     answers = first.answers(())
     early = tokens(iter([next(answers), next(answers)]))
     first.suspend()
     kept = bits(first)
     assert early.keys() | tokens(answers).keys() == whole.keys()  # the slots have other rows by now
     left = [x for x in rows if x.line not in early]
-    second = Running(params, shapes, Cost(), suspended=Suspended(aside, params, config, left))
+    second = Running(params, shapes, Cost(), suspended=SuspendedRows(aside, params, config, left))
     under_way = [x for x in left if x.line in kept]
     for x in under_way[::-1]:
         filled = second.suspended.take(x, shapes.bucket, second.state.cache)
@@ -369,7 +369,7 @@ def test_where_rows_cannot_be_suspended_they_begin_anew(tmp_path: Path, whole: A
     """On a mesh, and where the output is in an object store; nothing is written beside the rows."""
     stores.install(tmp_path / "store")
     assert output(epath.Path("gs://bucket/out")).aside(0, 1) is None
-    over = sharding.MeshPlan(sharding.named("data=1", jax.devices()[:1], PARAMS.config))
+    over = sharding.MeshPlan(sharding.parse_mesh("data=1", jax.devices()[:1], PARAMS.config))
     task = replace(job(tmp_path), params=jax.device_put(PARAMS, over.shardings(PARAMS)), over=over)
     report = run(task, after(1), nothing)
     assert report.stopped and report.suspended == 0 and not aside(task).exists()

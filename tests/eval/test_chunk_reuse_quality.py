@@ -11,7 +11,19 @@ import pytest
 
 import jkv
 from jkv.eval import corpora
-from jkv.eval.chunk_reuse import APART, EACH, POOL, Asked, Bed, beginnings, documents, edits, quality, summed, times
+from jkv.eval.chunk_reuse import (
+    APART,
+    EACH,
+    POOL,
+    Bed,
+    ReusePrompt,
+    documents,
+    edits,
+    prefix_tokens,
+    quality,
+    summed,
+    times,
+)
 from jkv.methods import parse
 from jkv.prefix_cache.chunk_reuse import Passages
 from support.speaking import TINY, byte_tokenizer
@@ -75,9 +87,9 @@ def test_rows_are_paired_by_prompt():
 
 def test_a_store_of_beginnings_is_counted_by_whole_blocks():
     nothing = lambda passages: None  # noqa: E731
-    bed = Bed([Asked([1] * n, [], nothing, counts=n > 130) for n in (130, 200, 100, 260)], shared=True)
-    assert beginnings(bed) == (200 - 128) + (260 - 192)
-    assert beginnings(replace(bed, shared=False)) == 200 + 260
+    bed = Bed([ReusePrompt([1] * n, [], nothing, counts=n > 130) for n in (130, 200, 100, 260)], shared=True)
+    assert prefix_tokens(bed) == (200 - 128) + (260 - 192)
+    assert prefix_tokens(replace(bed, shared=False)) == 200 + 260
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from jkv.cli.app import app
 from jkv.eval import kvpress_dataset, leaderboard, quality
 from jkv.eval.experiments import Setting
-from jkv.eval.kvpress_dataset import Asked, read
+from jkv.eval.kvpress_dataset import DatasetRow, read
 from jkv.eval.results import Results
 from jkv.io import load as loading
 from support.speaking import PARAMS, byte_tokenizer
@@ -47,7 +47,7 @@ SAID = [  # by kvpress 0.5.5's calculate_metrics of each data set
 
 @pytest.mark.parametrize("task, said, answers, percent", SAID)
 def test_scores_are_those_of_kvpress(task, said, answers, percent):
-    row = Asked("", "", "", task, 1, tuple(answers), CLASSES)
+    row = DatasetRow("", "", "", task, 1, tuple(answers), CLASSES)
     assert round(100 * row.score(said), 2) == percent
 
 
@@ -119,7 +119,7 @@ def test_what_is_no_file_of_rows_is_said(tmp_path):
 
 
 def test_prompts_are_cut_where_kvpress_cuts_them():
-    row = Asked(VT["context"], VT["question"], VT["answer_prefix"], "vt", 3, ("x",))
+    row = DatasetRow(VT["context"], VT["question"], VT["answer_prefix"], "vt", 3, ("x",))
     head, rest = row.ids(PARAMS, None)
     decode = PARAMS.tokenizer.decode
     assert decode(head) == f"<u>{VT['context']}" and decode(rest) == "Which variables? </><a>They are"
@@ -139,7 +139,7 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
         return done
 
     def answered(params, config, prompts, new, seen, batch):
-        held = quality.Held(kept=1.0, context=400, bytes=25 + seen, bytes_full=100, bits=(8.0, 8.0))
+        held = quality.CacheUsage(kept=1.0, context=400, bytes=25 + seen, bytes_full=100, bits=(8.0, 8.0))
         return [f" X1 of {len(head)}, {len(tail)}, {new}" for head, tail in prompts], [held] * len(prompts)
 
     monkeypatch.setattr(quality, "answer", answered)
@@ -174,7 +174,7 @@ def test_answers_have_the_room_of_their_rows_and_a_file_of_other_rows_is_not_gon
     asked = [kvpress_dataset._asked(VT | {"max_new_tokens": new, "question": f"{new}? "}, "") for new in (3, 9, 3)]
 
     def answered(params, config, prompts, new, seen, batch):
-        held = quality.Held(kept=1.0, context=400, bytes=10 * new, bytes_full=100, bits=(8.0, 8.0))
+        held = quality.CacheUsage(kept=1.0, context=400, bytes=10 * new, bytes_full=100, bits=(8.0, 8.0))
         said = [PARAMS.tokenizer.decode(tail).split("?")[0] for _, tail in prompts]
         return [f"{question} in {new}" for question in said], [held] * len(prompts)
 
@@ -195,11 +195,11 @@ def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):
     found.add({**cache, "task": "longbench/qasper", "score": 0.8, "said": ["b"], **held})
     asked = kvpress_dataset.grouped([kvpress_dataset._asked(LONG, "")])
     where = {"dataset": "longbench", "data_dir": "qasper"}
-    (folder,) = leaderboard.publish(tmp_path, found, asked, leaderboard.alone, **where)
+    (folder,) = leaderboard.publish(tmp_path, found, asked, leaderboard.task_score, **where)
     assert folder.name == "longbench__qasper__m__snapkv(keep=0.25)_int4__0.75"
     assert json.loads((folder / "metrics.json").read_text()) == 80.0
     assert "answers" in (folder / "predictions.csv").read_text().splitlines()[0].split(",")
-    assert leaderboard.publish(tmp_path, found, {**asked, "longbench/lcc": []}, leaderboard.alone, **where) == []
+    assert leaderboard.publish(tmp_path, found, {**asked, "longbench/lcc": []}, leaderboard.task_score, **where) == []
 
 
 def test_a_prompt_beyond_the_model_is_refused_before_anything_runs(tmp_path, monkeypatch):

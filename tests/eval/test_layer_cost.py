@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jkv.eval.attention_recall import sweep
-from jkv.eval.layer_cost import Alone
+from jkv.eval.layer_cost import LayerTexts
 from jkv.eval.quality import Fidelity, Texts
 from jkv.methods import parse
 from support.speaking import PARAMS
@@ -20,7 +20,7 @@ SHARE = (IDS.shape[1] - PREFIX) / (IDS.shape[1] - PREFIX - 1)  # of the others' 
 @pytest.mark.parametrize("params", [PARAMS, HYBRID], ids=["attention", "hybrid"])
 def test_one_pass_says_what_steps_say(params):
     ids = IDS % params.config.vocab
-    alone, steps = Alone(params, ids, PREFIX), Fidelity(params, Texts(ids, PREFIX, frozen=True))
+    alone, steps = LayerTexts(params, ids, PREFIX), Fidelity(params, Texts(ids, PREFIX, frozen=True))
     for text in ("int4", "snapkv(keep=0.25, window=8) | int4"):
         want = np.array(steps(parse(text))["kl_by_text"]) * SHARE
         assert want.min() > 1e-4
@@ -30,7 +30,7 @@ def test_one_pass_says_what_steps_say(params):
 
 @pytest.mark.slow
 def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
-    alone, other = Alone(PARAMS, IDS, PREFIX), parse("snapkv(keep=0.25, window=16, recent=16) | int4")
+    alone, other = LayerTexts(PARAMS, IDS, PREFIX), parse("snapkv(keep=0.25, window=16, recent=16) | int4")
     want, said = np.array(sweep(PARAMS, alone.cache(other), IDS)) * SHARE, []
     got = alone.swapped(parse("full"), other, said.append)
     assert got.shape == (PARAMS.config.layers, len(IDS)) and said == [f"layer {i + 1}" for i in range(len(got))]
@@ -40,9 +40,9 @@ def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
 
 def test_recent_windows_of_two_lengths_are_refused():
     with pytest.raises(ValueError, match="recent windows that keep 16 and 8 tokens"):
-        Alone(PARAMS, IDS[:1], PREFIX).swapped(parse("full"), parse("snapkv(keep=0.25, window=8, recent=8)"))
+        LayerTexts(PARAMS, IDS[:1], PREFIX).swapped(parse("full"), parse("snapkv(keep=0.25, window=8, recent=8)"))
 
 
 def test_a_selector_whose_picks_a_pass_would_not_make_is_refused():
     with pytest.raises(ValueError, match="a pass over many reads whole tiers"):
-        Alone(PARAMS, IDS[:1], PREFIX)(parse("quest(page=8, pages=2) | int8"))
+        LayerTexts(PARAMS, IDS[:1], PREFIX)(parse("quest(page=8, pages=2) | int8"))

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv import models
-from jkv.attention.dequantization import stored
+from jkv.attention.dequantization import dequantize
 from jkv.cache.cache import Cache, LayerCache
 from jkv.core.decode_loop import step
 from jkv.eval import attention_recall, experiments, quality, tasks
@@ -58,7 +58,7 @@ def test_a_window_counts_for_as_many_steps_as_can_follow():
     """And not for the whole period of a method that cuts what it generates."""
     config = parse("rpc(window=3, period=1000)")
     cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), room=16)
-    found = quality.mean(quality.held(PARAMS, config, cache))
+    found = quality.mean(quality.measure_usage(PARAMS, config, cache))
     assert found.kept == 1 and found.bytes < 1.5 * found.bytes_full
 
 
@@ -118,7 +118,7 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     """Two ways to the same numbers: the decode loop, and dense attention over the decoded prefix."""
     texts = Texts(IDS[:2], PREFIX, frozen=True)
     run = texts.follow(PARAMS, parse(text), [0, 1])
-    held = stored(run.cache)
+    held = dequantize(run.cache)
     own = np.concatenate([np.asarray(x) for x in run], 1)
     every = jnp.ones(PARAMS.config.layers, bool)
     seen = attention_recall.dense(PARAMS, jnp.asarray(IDS[:2]), held, every, PREFIX)
@@ -131,12 +131,12 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
 def test_a_frozen_prefix_is_what_a_model_with_sinks_and_experts_sees():
     ids = IDS[:2] % tiny.SUNK.config.vocab
     run = Texts(ids, PREFIX, frozen=True).follow(tiny.SUNK, parse("snapkv(budget=48, window=8)"), [0, 1])
-    held, own = stored(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
+    held, own = dequantize(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
     every, ids = jnp.ones(tiny.SUNK.config.layers, bool), jnp.asarray(ids)
     np.testing.assert_allclose(own, attention_recall.dense(tiny.SUNK, ids, held, every, PREFIX), atol=2e-4)
     assert abs(own - attention_recall.dense(tiny.SUNK, ids, held, ~every, PREFIX)).max() > 1e-2
     # what a query pays to all keys is less than 1, by what it pays to its sink
-    _, paid = attention_recall.asked(tiny.SUNK, ids, jnp.arange(PREFIX, ids.shape[1]))
+    _, paid = attention_recall.dense_queries(tiny.SUNK, ids, jnp.arange(PREFIX, ids.shape[1]))
     assert all(0.5 < x.sum(-1).min() and x.sum(-1).max() < 1 - 1e-4 for x in paid)
 
 
@@ -189,14 +189,14 @@ def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it(
 
 def test_a_conversation_is_the_templates_own():
     a, b = (replace(x, context="CTX" if i == 0 else "") for i, x in enumerate(session().turns[:2]))
-    text = quality.said(PARAMS, [a, b])
+    text = quality.conversation_prompt(PARAMS, [a, b])
     assert text == f"<u>CTX{a.question}</><a>{a.prefix}{a.gold}</><u>{b.question.strip(chr(10))}</><a>{b.prefix}"
     bare = replace(PARAMS, tokenizer=byte_tokenizer(None))
-    assert quality.said(bare, [a, b]) == f"CTX{a.question}{a.prefix}{a.gold}{b.question}{b.prefix}"
+    assert quality.conversation_prompt(bare, [a, b]) == f"CTX{a.question}{a.prefix}{a.gold}{b.question}{b.prefix}"
     head, tail = quality.cut(PARAMS, a)
-    assert PARAMS.tokenizer.decode(head) == "<u>CTX" and PARAMS.tokenizer.decode(head + tail) == quality.said(
-        PARAMS, [a]
-    )
+    assert PARAMS.tokenizer.decode(head) == "<u>CTX" and PARAMS.tokenizer.decode(
+        head + tail
+    ) == quality.conversation_prompt(PARAMS, [a])
 
 
 def test_caches_that_a_model_cannot_have_are_refused_before_any_is_measured():

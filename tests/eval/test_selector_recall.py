@@ -18,7 +18,7 @@ IDS = jnp.asarray(np.random.default_rng(4).integers(0, 100, (1, OLD + 16 + LATE)
 
 def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
-    layers = selector_recall.asked(PARAMS, IDS, late, OLD)
+    layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     taps = [[np.asarray(x, float)[0] for x in t] for t in rig.dense_prompt(IDS)[1]]
     first = taps[0][3][:, :, :OLD, :OLD].sum((1, 2))
     np.testing.assert_allclose(layers[0].mass[0], first, atol=1e-4)
@@ -42,12 +42,12 @@ def test_a_selector_that_reads_what_a_score_remembers_is_refused():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
     select = parse("sentencekv(keep=1.0, tokens=40, sinks=2, window=8)").select
     with pytest.raises(ValueError, match="jkv eval attention"):
-        selector_recall.recovered(PARAMS, select, selector_recall.asked(PARAMS, IDS, late, OLD), 0)
+        selector_recall.recovered(PARAMS, select, selector_recall.layer_queries(PARAMS, IDS, late, OLD), 0)
 
 
 def test_layers_that_follow_read_what_the_one_below_picked():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
-    layers = selector_recall.asked(PARAMS, IDS, late, OLD)
+    layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     select = parse("quest(pages=2, page=8, dense_layers=0) | indexcache(pattern='FS')").select
     none = jnp.full((LATE, 1, H, 2), -1)
     given = selector_recall.chosen(select.for_layer(PARAMS.config, 0), layers[0], none)[3]
@@ -62,7 +62,7 @@ def test_layers_that_follow_read_what_the_one_below_picked():
 
 def test_pages_of_what_is_alike_are_read_where_their_tokens_stand():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
-    layers = selector_recall.asked(PARAMS, IDS, late, OLD)
+    layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     select = parse("icecache(pages=2, page=8, sinks=0)").select
     got = selector_recall.recovered(PARAMS, select, layers, 0)
     q, k, _, p = [np.asarray(x, float)[0] for x in rig.dense_prompt(IDS)[1][0]]

@@ -361,7 +361,9 @@ def test_the_programs_of_a_prompt_are_begun_before_those_of_the_loop(monkeypatch
         begun.clear()
         jkv.generate(params, spec, PROMPTS[0], max_new_tokens=24, stop_ids=())
         if spec.startswith("h2o"):
-            assert begun.index(layer_step.attended) < begun.index(decode_loop.said) < begun.index(decode_loop.steps)
+            assert (
+                begun.index(layer_step.attended) < begun.index(decode_loop.last_logits) < begun.index(decode_loop.steps)
+            )
         else:  # a prompt that stays uncompressed first has other programs
             assert layer_step.attended not in begun
 

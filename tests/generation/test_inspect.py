@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_cache(cache):
     kept = np.asarray(cache.kept())
     np.testing.assert_allclose([layer.kept for layer in found.layers], kept.mean(1), atol=0.1)
     # the same tokens, counted from the map of positions
-    share = inspect.held(cache)
+    share = inspect.kept_share(cache)
     assert share.shape == (len(cache.layers), 120)
     np.testing.assert_allclose(share.sum(1), kept.mean((1, 2)), rtol=1e-5)
 
@@ -87,7 +87,7 @@ def test_streaming_keeps_the_first_and_the_newest():
     cache, _ = jkv.prefill(PARAMS, "streaming(budget=40, sinks=4)", IDS)
     expected = np.zeros(120)
     expected[:4] = expected[84:] = 1
-    np.testing.assert_array_equal(inspect.held(cache), np.stack([expected] * 2))
+    np.testing.assert_array_equal(inspect.kept_share(cache), np.stack([expected] * 2))
     layer = inspect.summary(cache).layers[0]
     assert (layer.first, layer.last) == (0, 119)
 
@@ -96,7 +96,7 @@ def test_a_picture_shows_what_is_kept(tmp_path, cache):
     fig = inspect.figure(cache)
     counts, places = _image(fig, "Tokens kept"), _image(fig, "Which positions are kept")
     np.testing.assert_allclose(counts.get_array(), np.asarray(cache.kept()).mean(1))
-    np.testing.assert_allclose(places.get_array(), inspect.held(cache), rtol=1e-6)
+    np.testing.assert_allclose(places.get_array(), inspect.kept_share(cache), rtol=1e-6)
     inspect.plot(cache, tmp_path / "kept.svg")
     assert b"<svg" in (tmp_path / "kept.svg").read_bytes()
 

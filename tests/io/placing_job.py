@@ -83,14 +83,14 @@ def loaded(name: str, dtype: str, mesh: str, weights: str | None = None) -> dict
     MOST.clear()
     before = sum(held().values())
     params = jkv.load(name, dtype, mesh, weights)
-    over = sharding.named(mesh, jax.devices(), params.config)
+    over = sharding.parse_mesh(mesh, jax.devices(), params.config)
     wanted = jax.tree.leaves(sharding.of_params(params, over))
     return {
         "before": before,
         "most": max(MOST.values()),
         "share": share(params),
         "same": fingerprint(params) == want and all(map(np.array_equal, jax.tree.leaves(params), values)),
-        "placed": [x.sharding for x in jax.tree.leaves(params)] == wanted and sharding.over(params).mesh == over,
+        "placed": [x.sharding for x in jax.tree.leaves(params)] == wanted and sharding.mesh_of(params).mesh == over,
     }
 
 
@@ -127,7 +127,7 @@ def generated(weights: str | None) -> dict[str, Any]:
     params = jkv.load("llama", "float32", mesh, weights)
     out = jkv.generate(params, cache, rows, max_new_tokens=64)
     most = max(MOST.values())
-    over = sharding.over(params)
+    over = sharding.mesh_of(params)
     shape = memory_estimate.Job(
         model=params.config,
         config=parse(cache),
@@ -159,7 +159,7 @@ def at_the_training() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(what: commands.Run, **_: Any) -> None:
-        found.update(share=share(what.params), over=sharding.over(what.params) is not None, most=max(MOST.values()))
+        found.update(share=share(what.params), over=sharding.mesh_of(what.params) is not None, most=max(MOST.values()))
 
     commands.METHODS["trimkv"] = run
     MOST.clear()

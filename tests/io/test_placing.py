@@ -46,6 +46,6 @@ def test_a_mesh_that_cannot_be_is_refused_before_a_tensor_is_read(monkeypatch: p
 
 def test_a_mesh_of_one_device_is_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(load, "read", lambda what: noise(models.TINY, 4, 1))
-    assert sharding.over(jkv.load("tiny")) is None
-    params = jkv.load("tiny", mesh=sharding.named("model=1", jax.devices(), models.read_config(models.TINY)))
-    assert dict(sharding.over(params).mesh.shape) == {"data": 1, "model": 1, "context": 1}
+    assert sharding.mesh_of(jkv.load("tiny")) is None
+    params = jkv.load("tiny", mesh=sharding.parse_mesh("model=1", jax.devices(), models.read_config(models.TINY)))
+    assert dict(sharding.mesh_of(params).mesh.shape) == {"data": 1, "model": 1, "context": 1}

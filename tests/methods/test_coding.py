@@ -12,7 +12,7 @@ from jkv.methods import parse
 from jkv.methods.quantization import Affine, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
 from jkv.methods.quantization.codebook import codebook, fitted, nearest
 from jkv.methods.quantization.gear import factors
-from jkv.methods.quantization.nsnquant import apart, hadamard, joined
+from jkv.methods.quantization.nsnquant import hadamard, joined, split_norms
 from jkv.methods.quantization.vidkv import fourier
 from jkv.protocols import Code
 
@@ -244,7 +244,7 @@ def test_a_size_of_twelve_bits_and_one_of_four_share_two_bytes():
     code = np.random.default_rng(0).integers(0, 16, len(size)).astype(np.float32)
     both = joined(jnp.asarray(size, jnp.float32), jnp.asarray(code))
     assert both.dtype == jnp.uint16
-    found, own = (np.asarray(x) for x in apart(both))
+    found, own = (np.asarray(x) for x in split_norms(both))
     np.testing.assert_array_equal(own, code)
     np.testing.assert_allclose(found[:-2], size[:-2], rtol=2**-8 + 2**-11, atol=2**-22)
     assert np.isfinite(found).all() and found[-2] > 6.5e4 and found[-1] == 0

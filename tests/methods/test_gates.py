@@ -275,7 +275,7 @@ def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found.score), want, strict=True))
     cache = rig.prompted(TEXT)
     (tmp_path / "tiny" / io.WEIGHTS).unlink()  # it is read once
-    costs = [quality.held(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
+    costs = [quality.measure_usage(PARAMS, jkv.parse(text), cache) for text in ("trimkv(budget=48)", TEXT)]
     assert costs[0] == costs[1] and costs[0][0].bytes > 0
 
 

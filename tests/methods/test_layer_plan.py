@@ -17,7 +17,7 @@ from jkv import extend, prefill
 from jkv.cache.cache import Counts, tree_bytes
 from jkv.cli.app import app
 from jkv.core.flush import limited
-from jkv.eval.layer_cost import Alone
+from jkv.eval.layer_cost import LayerTexts
 from jkv.io import load, trained_weights
 from jkv.io.errors import FormatError
 from jkv.methods import parse
@@ -159,7 +159,7 @@ def test_the_layer_that_needs_more_bits_has_them(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch):
-    params, asks, whole = planted(100), [], Alone.swapped
+    params, asks, whole = planted(100), [], LayerTexts.swapped
 
     def swapped(self, *args):
         asks.append(args)
@@ -170,7 +170,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch):
     most = bytes_of(params, "int8")
     found = partial(calibrated, params, tmp_path, monkeypatch, most)
     assert found("int8", "int4", out="once").exit_code == 0
-    monkeypatch.setattr(Alone, "swapped", swapped)
+    monkeypatch.setattr(LayerTexts, "swapped", swapped)
     assert found("int8", "int4").exit_code == 1 and len(asks) == 2
     assert "holds what another search measured (its candidates)" in " ".join(found("int8", "int3").output.split())
     assert found("int8", "int4").exit_code == 0 and len(asks) == 3  # the one that was killed, and no other, again

@@ -18,7 +18,7 @@ from jkv.methods.budgets.layers import weighted
 from jkv.methods.config import resolve
 from jkv.methods.merging.residual import MeanToken, MeanValue, Share, Token
 from jkv.models.llama import out
-from jkv.protocols import Lost
+from jkv.protocols import Evicted
 from jkv.training.calibrate import heads
 from support import rig
 from support.commands import PARAMS as TINY
@@ -81,7 +81,7 @@ def with_lost(token: Token, k, v, gone) -> Token:
     """Of a flush that evicts those of tokens k, v [1,1,n,D] that are `gone`, f[n]."""
     n = len(gone)
     index = jnp.where(jnp.asarray(gone) > 0, jnp.arange(n), n)[None, None]
-    return MeanToken().absorb(token, SimpleNamespace(pos=jnp.zeros((1, 1, n))), Lost(index=index, k=k, v=v))
+    return MeanToken().absorb(token, SimpleNamespace(pos=jnp.zeros((1, 1, n))), Evicted(index=index, k=k, v=v))
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from jkv.methods.quantization.calibrated import (
     Moments,
     Principal,
     Sorted,
-    made,
     packed,
     unpacked,
+    with_folder,
 )
 from jkv.training.calibrate.moments import measured, wide
 from support import commands
@@ -211,4 +211,4 @@ def test_an_affine_code_is_clipped():
 def test_a_codec_without_its_arrays_says_so():
     with pytest.raises(ValueError, match="bind the config"):
         Sorted(inner=Dense()).encode(jnp.ones((1, D)))
-    assert made(None, Sorted(inner=Dense())).order is None
+    assert with_folder(None, Sorted(inner=Dense())).order is None

@@ -17,7 +17,7 @@ from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.methods import parse
 from jkv.methods.compatibility import check
-from jkv.methods.eviction.queries import Filtered, Phased, Typical, given
+from jkv.methods.eviction.queries import Filtered, Phased, Typical, with_folder
 from jkv.methods.quantization.think import Thinned
 from jkv.protocols import Queries
 from jkv.training.calibrate.queries import measured
@@ -79,7 +79,7 @@ def test_phases_are_those_of_queries_to_come():
 
 
 def test_thin_keys_have_the_channels_that_count():
-    codec, typical = given(QUERIES, Thinned(share=0.5)), Typical.read(QUERIES)[0]
+    codec, typical = with_folder(QUERIES, Thinned(share=0.5)), Typical.read(QUERIES)[0]
     weight = np.asarray(typical.square * typical.keys)
     for layer in range(L):
         for head in range(H):
@@ -142,15 +142,15 @@ def test_what_is_no_such_folder_is_refused(tmp_path):
     arrays, card = trained_weights.read(QUERIES, "queries")
     trained_weights.write(broken, {k: v for k, v in arrays.items() if k != "mean"}, card, lambda _: True)
     with pytest.raises(FormatError, match="not those of queries"):
-        given(str(broken), Filtered())
+        with_folder(str(broken), Filtered())
     shutil.rmtree(broken)
     with pytest.raises(FormatError):
-        given(str(broken), Phased())
+        with_folder(str(broken), Phased())
     for score in (Filtered(), Phased()):
         with pytest.raises(ValueError, match="queries='FOLDER'"):
             score.known.mean  # noqa: B018
     with pytest.raises(ValueError, match="some of 16, not of head_dim=8"):
-        given(QUERIES, Thinned()).check(8)
+        with_folder(QUERIES, Thinned()).check(8)
     with pytest.raises(ValueError, match="from 0 to below 1"):
         parse("think(share=1.0)")
     with pytest.raises(ValueError, match="window=-1"):

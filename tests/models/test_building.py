@@ -204,7 +204,7 @@ def test_random_is_seeded(case):
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "phi3", "qwen2", "mla"])
 def test_a_model_taken_apart_is_its_checkpoint(case):
     p = models.random(CASES[case], seed=5)
-    tensors = building.apart(p, models.FAMILIES[p.config.family].TENSORS)
+    tensors = building.disassemble(p, models.FAMILIES[p.config.family].TENSORS)
     known = building.names(p.config, models.FAMILIES[p.config.family].TENSORS)
     assert {name: x.shape for name, x in tensors.items()} == known
     jax.tree.map(np.testing.assert_array_equal, models.build(CASES[case], thunks(tensors), jnp.float32), p)

@@ -187,7 +187,7 @@ def test_blocks_that_are_alike_share_a_config_and_a_draft_keeps_its_own(name):
 def test_a_mesh_that_cannot_share_an_expert_is_refused():
     c = models.read_config(CASES["qwen3_moe"] | dict(moe_intermediate_size=25))
     with pytest.raises(ValueError, match="model=2 cannot share the 25 hidden units of an expert"):
-        sharding.named("model=2", jax.devices() * 2, c)
+        sharding.parse_mesh("model=2", jax.devices() * 2, c)
 
 
 DIVIDED = """

@@ -13,7 +13,7 @@ import jkv
 from jkv import methods, models
 from jkv.cache.cache import tree_bytes
 from jkv.core import decode_loop
-from jkv.core.layer_step import said
+from jkv.core.layer_step import last_logits
 from jkv.io import load
 from jkv.models.weights import linear, quantize
 from jkv.prompts import allocation
@@ -78,7 +78,7 @@ def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
         jnp.ones((1, 512), jnp.int32)
     )
     kinds = products(reads.jaxpr)
-    head = products(jax.make_jaxpr(lambda x: said(p.ends, x))(jnp.ones((1, 1, 32))).jaxpr)
+    head = products(jax.make_jaxpr(lambda x: last_logits(p.ends, x))(jnp.ones((1, 1, 32))).jaxpr)
     assert kinds.count("float32") == len(head) == head.count("float32")
     assert set(kinds) == {"float32", "bfloat16"} and kinds.count("bfloat16") >= 6
     step = jax.make_jaxpr(lambda token: decode_loop.step(p, empty, token))(jnp.ones(1, jnp.int32))

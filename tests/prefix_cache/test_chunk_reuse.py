@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.attention.dequantization import stored
-from jkv.eval.attention_recall import asked
-from jkv.prefix_cache.chunk_reuse import LEAST, Found, Passages
+from jkv.attention.dequantization import dequantize
+from jkv.eval.attention_recall import dense_queries
+from jkv.prefix_cache.chunk_reuse import LEAST, ChunkMatch, Passages
 from jkv.prefix_cache.chunk_variants import Variant
 from jkv.prefix_cache.recompute import renewal
 from support.tiny import PARAMS
@@ -128,7 +128,9 @@ def test_variants_of_a_passage_know_what_they_owe():
     assert passages.reused == 0 and passages.read == len(PROMPT)
     (of_b,), (of_a,) = (passages._variants[key] for key in sorted(passages._variants, key=lambda x: -x[1]))
     assert (of_b.before, of_a.before, of_b.first, of_a.first) == ((), (1,), 20, 79)
-    p = [x[0].mean(0) for x in asked(TWO, jnp.asarray([PROMPT]), jnp.arange(len(PROMPT)))[1]]  # of the dense model
+    p = [
+        x[0].mean(0) for x in dense_queries(TWO, jnp.asarray([PROMPT]), jnp.arange(len(PROMPT)))[1]
+    ]  # of the dense model
     owed = [x[79:149, 20:70] for x in p]
     inter, intra = np.mean([x.sum() for x in owed]), np.mean([x[79:149, 79:149].sum() for x in p])
     np.testing.assert_allclose(of_a.inter, [inter], rtol=1e-4)
@@ -159,7 +161,7 @@ def test_variants_of_a_passage_know_what_they_owe():
 
 def test_variants_come_where_nothing_of_them_stands_before_and_those_of_use_stay():
     """Passage 3 behind others in turn, by numbers alone: it paid a tenth of what it paid to its own tokens."""
-    passages, found = Passages("cachecraft(variants=2)"), [Found(20 * i, i, 0, 20) for i in range(4)]
+    passages, found = Passages("cachecraft(variants=2)"), [ChunkMatch(20 * i, i, 0, 20) for i in range(4)]
     record = {x: np.zeros((1, 1, 20, 2), np.float32) for x in "kv"}
     paid = [np.array([[0.1, 1.0]] * 20)]
 
@@ -205,7 +207,7 @@ def test_what_a_run_said_is_what_a_prompt_of_it_holds():
     all_read = "relaycaching(diff=0.0, down=0.0, most=1.0)"
     np.testing.assert_allclose(after(all_read, moved)[1], whole, atol=1e-4)
     got, near, passages = after("relaycaching(most=0.3, until=1)", moved)
-    read, held = np.asarray(stored(got)[2].v)[0, :, 20:60], np.asarray(stored(out.cache)[2].v)[0, :, 70:110]
+    read, held = np.asarray(dequantize(got)[2].v)[0, :, 20:60], np.asarray(dequantize(out.cache)[2].v)[0, :, 70:110]
     np.testing.assert_allclose(read, held, atol=1e-5)  # above the band what the run made stands
     assert 28 + 13 < passages.read < 28 + 13 + 40 and passages.reused == 40
     with pytest.raises(ValueError, match="cachecraft weighs what it has read"):

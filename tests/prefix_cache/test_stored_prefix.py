@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.attention.dequantization import stored
+from jkv.attention.dequantization import dequantize
 from jkv.batch.job import Job
 from jkv.batch.run import run
 from jkv.cache.cache import Cache
 from jkv.io import load as loading
 from jkv.methods import parse
 from jkv.prefix_cache.prefix import refusal
-from jkv.prefix_cache.stored_prefix import Beginnings
+from jkv.prefix_cache.stored_prefix import StoredPrefixes
 from jkv.prompts.allocation import shaped
 from support import commands, rig
 from support.speaking import TINY, byte_tokenizer
@@ -90,7 +90,7 @@ def test_what_is_not_refused_has_the_cache_of_a_prompt_that_is_read(tmp_path: Pa
     want, logits = jkv.prefill(case.params, case.tight, [prompt], room=16, chunk=0)
     got, same = jkv.prefill(case.params, case.tight, [prompt], room=16, chunk=0, store=store)
     assert store.reused == (64 if kept(case) else 0)
-    for a, b in zip(stored(got), stored(want), strict=True):
+    for a, b in zip(dequantize(got), dequantize(want), strict=True):
         np.testing.assert_array_equal(a.here, b.here)
     np.testing.assert_allclose(same, logits, atol=1e-5)
 
@@ -122,7 +122,7 @@ def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
     coded = jkv.Store(tmp_path / "c", codec="cachegen")
     for store in (exact, coded):
         jkv.prefill(PARAMS, SNAP, [LONG], store=store)
-    root, codec = Beginnings(exact, PARAMS, parse(SNAP)).root, coded.codec
+    root, codec = StoredPrefixes(exact, PARAMS, parse(SNAP)).root, coded.codec
     held = exact.match(root, LONG[:192])
     rounded.put(root, LONG[:192], lambda i: codec.decode(codec.encode(held[i])))
     found = jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=coded)

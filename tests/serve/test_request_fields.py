@@ -14,7 +14,7 @@ import jkv
 from jkv.engine.formats import CHAT, TEXT
 from jkv.serve.batches import Limits
 from jkv.serve.engine_thread import Engine
-from jkv.serve.openai_requests import Asked, Reader
+from jkv.serve.openai_requests import OpenAIRequest, Reader
 from support.fields import nothing
 from support.speaking import TINY, byte_tokenizer
 
@@ -30,7 +30,7 @@ def reader(context: int = 4096, prompt: int | None = None, new: int | None = Non
     return Reader(Engine(params, Limits.of(context, prompt, new)), "m", ("full",))
 
 
-def read(made: Reader, url: str, **body: Any) -> Asked:
+def read(made: Reader, url: str, **body: Any) -> OpenAIRequest:
     return made.read(json.dumps(body).encode(), url)
 
 

@@ -23,7 +23,7 @@ from jkv.speculative.cross_vocab import Across
 from jkv.speculative.decoding import Drafting, drafts
 from jkv.speculative.draft_model import Through
 from jkv.speculative.proposer import Guess
-from jkv.speculative.vocab_mapping import Translation, pieces, whole
+from jkv.speculative.vocab_mapping import Translation, pieces, split_partial
 from support import commands
 
 ALPHABET = commands.ALPHABET
@@ -100,7 +100,7 @@ def test_text_that_goes_on_gets_no_space_before_it():
     one = Translation(own, other)
     assert one.begins and one.text_of(one.within("the lamp")) == b"the lamp"
     assert one.text_of(other.within("the")) == b" the"
-    assert whole("a\u20ac".encode()[:-1]) == ("a", "\u20ac".encode()[:2]) and whole(b"a") == ("a", b"")
+    assert split_partial("a\u20ac".encode()[:-1]) == ("a", "\u20ac".encode()[:2]) and split_partial(b"a") == ("a", b"")
 
 
 def test_words_that_only_pad_a_model_are_no_tokens_of_the_other():

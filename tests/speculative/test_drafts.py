@@ -617,7 +617,7 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match="selector goes by"):
         jkv.generate(PARAMS, alisa, TEXT, draft="suffix")
     with pytest.raises(ValueError, match="draft= is for one device"):
-        over = sharding.named("model=1", jax.devices(), PARAMS.config)
+        over = sharding.parse_mesh("model=1", jax.devices(), PARAMS.config)
         jkv.generate(jax.device_put(PARAMS, sharding.of_params(PARAMS, over)), None, TEXT, draft="suffix")
     with pytest.raises(ValueError, match="vocabulary of 5"):
         drafter("recycle", random(dict(TINY, vocab_size=5)))

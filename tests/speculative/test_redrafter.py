@@ -25,7 +25,7 @@ from jkv.speculative.redrafter import (
     Net,
     chains,
     ends,
-    found,
+    hidden_of,
     packed,
     unpacked,
     wide,
@@ -167,7 +167,7 @@ def test_hidden_numbers_are_found_in_logits():
         own, u = ends(params, np.arange(3, 95)), rng.normal(size=(2, WIDTH))
         u /= np.sqrt((u * u).mean(-1, keepdims=True))
         z = head(params, u, np.arange(3, 95)[own.some])
-        np.testing.assert_allclose(found(own.back, jnp.asarray(z, jnp.float32)), u, atol=2e-3)
+        np.testing.assert_allclose(hidden_of(own.back, jnp.asarray(z, jnp.float32)), u, atol=2e-3)
     few = ends(PARAMS, np.arange(5))
     z = head(PARAMS, rng.normal(size=(1, WIDTH)), np.arange(5))
     np.testing.assert_allclose(head(PARAMS, z @ np.asarray(few.back, np.float64), np.arange(5)), z, rtol=1e-3)

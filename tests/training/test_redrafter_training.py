@@ -12,7 +12,18 @@ import jkv
 from jkv import models
 from jkv.io import load as loading
 from jkv.io import trained_weights
-from jkv.speculative.redrafter import Distilled, begun, ends, followed, foreseen, found, like, packed, said, wide
+from jkv.speculative.redrafter import (
+    Distilled,
+    draft_logits,
+    ends,
+    followed,
+    foreseen,
+    hidden_of,
+    initial_state,
+    like,
+    packed,
+    wide,
+)
 from jkv.training.data import corpora
 from jkv.training.losses import Batch
 from jkv.training.recipes import redrafter
@@ -111,15 +122,15 @@ def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_
     for row in rows:
         every = logits(PARAMS, row)
         p = np.exp(every) / np.exp(every).sum(-1, keepdims=True)
-        us = np.asarray(found(own.back, jnp.asarray(every[:, of[own.some]], jnp.float32)))
+        us = np.asarray(hidden_of(own.back, jnp.asarray(every[:, of[own.some]], jnp.float32)))
         for t in range(len(row) - 1):
             before = jnp.asarray([[*row[: t + 1][::-1], -1, -1, -1][:3]], jnp.int32)
-            h = begun(net, own.bare, jnp.asarray(us[t : t + 1]), before)
+            h = initial_state(net, own.bare, jnp.asarray(us[t : t + 1]), before)
             for k, token in enumerate(row[t + 1 : t + 1 + ahead]):
                 h = followed(net, own.bare, h, jnp.asarray([token], jnp.int32))
                 u = foreseen(net, h)
                 gap[k].append(((np.asarray(u[0]) - us[t + 1 + k]) ** 2).mean())
-                q = np.asarray(said(own.bare, u[:, None]), np.float64)[0, 0]
+                q = np.asarray(draft_logits(own.bare, u[:, None]), np.float64)[0, 0]
                 q = np.exp(q) / np.exp(q).sum()
                 best, of_words = t + 1 + k, p[t + 1 + k][of] / p[t + 1 + k][of].sum()
                 kl[k].append((of_words * (np.log(of_words) - np.log(q))).sum())

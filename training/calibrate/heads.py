@@ -72,7 +72,7 @@ def needles(params: Params, texts: int, length: int, seed: int) -> list[Needle]:
     niah, rows = partial(tasks.find(tasks.TASKS, "niah").make, source=HAY), []
     made = tasks.draw("niah", niah, length, texts, SEEDS + seed, count(params))
     for example in made:
-        text, (needle,) = quality.said(params, [example]), example.meta["needles"]
+        text, (needle,) = quality.conversation_prompt(params, [example]), example.meta["needles"]
         start = text.index(needle)
         ids, answer = params.tokenizer.encode(text), quality.added(params, example.gold)
         first, last = (len(params.tokenizer.encode(x)) for x in (text[:start].rstrip(), text[: start + len(needle)]))

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from jkv.cache.cache import tree_bytes
-from jkv.eval.layer_cost import Alone
+from jkv.eval.layer_cost import LayerTexts
 from jkv.eval.results import digest
 from jkv.io.fingerprint import fingerprint
 from jkv.methods import layer_plan
@@ -94,7 +94,7 @@ class Search:
 
     def run(self, ids: np.ndarray, say: Say, kept: Measured) -> Found:
         """Search on texts i32[n,T] and return the plan's arrays and card; measurements in `kept` are reused."""
-        alone = Alone(self.params, ids, ids.shape[1] - min(ids.shape[1] // 2, AFTER))
+        alone = LayerTexts(self.params, ids, ids.shape[1] - min(ids.shape[1] // 2, AFTER))
         measured: dict[Choice, np.ndarray] = {}
         for choice in self.fits:
             measured[choice] = kept(f"{choice}", partial(alone, self.config(choice)))
@@ -136,7 +136,7 @@ class Search:
         axes = [np.array(options)[place] for options, place in zip(self.options, places, strict=True)]
         return axes, self.fixed + int(sizes[rows, which].sum()), float(costs[rows, which].sum())
 
-    def _changes(self, alone: Alone, base: Choice, kl: np.ndarray, say: Say, kept: Measured) -> list[np.ndarray]:
+    def _changes(self, alone: LayerTexts, base: Choice, kl: np.ndarray, say: Say, kept: Measured) -> list[np.ndarray]:
         """Measure the change of the base's KL if one layer has another candidate's option, f64[L,C] per axis."""
         found = []
         for axis, options in enumerate(self.options):

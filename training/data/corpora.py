@@ -132,7 +132,7 @@ def _asked(params: Params, length: int, samples: int, seed: int) -> Iterator[lis
     for i in range(samples):
         name = ASKED[i % len(ASKED)]
         example = tasks.examples(name, room, 1, SEEDS + seed + i, counted)[0]
-        yield params.tokenizer.encode(quality.said(params, [example]) + example.gold)[:length]
+        yield params.tokenizer.encode(quality.conversation_prompt(params, [example]) + example.gold)[:length]
 
 
 def _looked_up(params: Params, length: int, samples: int, seed: int) -> Iterator[list[int]]:
@@ -147,7 +147,7 @@ def _looked_up(params: Params, length: int, samples: int, seed: int) -> Iterator
         left = len(pieces) - first
         while True:
             drawn = np.random.default_rng(again)
-            context, facts = lookups.told(drawn, pieces[first : first + left], HAYS[name])
+            context, facts = lookups.with_facts(drawn, pieces[first : first + left], HAYS[name])
             order = drawn.permutation(len(facts))[:TURNS]
             ids = params.tokenizer.encode(_conversation(params, context, [facts[j] for j in order]))
             if len(ids) <= length or left == 0:

@@ -106,7 +106,7 @@ SENTENCES: tuple[Kind, ...] = (_locker, _phrase, _birthday, _hoard)
 LINES: tuple[Kind, ...] = (_setting, _entry, _contact, _event)
 
 
-def told(rng: np.random.Generator, pieces: Sequence[str], code: bool) -> tuple[str, list[Fact]]:
+def with_facts(rng: np.random.Generator, pieces: Sequence[str], code: bool) -> tuple[str, list[Fact]]:
     """Insert 1 to MOST facts between the pieces of a text, and return the text and the facts.
 
     One in four texts is a list: as many facts as there are pieces, all of one kind, and nothing else.

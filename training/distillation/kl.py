@@ -35,12 +35,12 @@ class Recipe(Rising):
         return lesson(params, batch, min(self.top, params.config.vocab))
 
     def loss(self, score: Any, params: Params, batch: Batch, teacher: Teacher, step: Array, key: Array) -> Told:
-        student = whole(params, score)
+        student = student_params(params, score)
         kl, ce = distil(student, hidden(student, batch)[0], batch, teacher)
         return kl, {"loss": kl, "ce": ce}
 
 
-def whole(bare: Params, score: Any) -> Params:
+def student_params(bare: Params, score: Any) -> Params:
     """Return the student with its trained parts put in."""
     return replace(bare, **{**score, "layers": tuple(score["layers"])})
 

@@ -26,7 +26,18 @@ from jax import Array
 from jkv.arrays.pytree import part, value
 from jkv.generation.api import generate
 from jkv.models import Params, family
-from jkv.speculative.redrafter import NEWEST, Ends, Net, begun, followed, foreseen, found, like, packed, said
+from jkv.speculative.redrafter import (
+    NEWEST,
+    Ends,
+    Net,
+    draft_logits,
+    followed,
+    foreseen,
+    hidden_of,
+    initial_state,
+    like,
+    packed,
+)
 from jkv.training.data.corpora import rows
 from jkv.training.distillation.kl import Rising
 from jkv.training.losses import Batch, Teacher, divergence, teach
@@ -38,7 +49,7 @@ HEADER, ENTRY = 4096, 128  # most bytes of a file's header, and per array
 TOGETHER = 32  # texts continued per batch
 
 
-def stored(width: int, inner: int, words: int) -> int:
+def drafter_bytes(width: int, inner: int, words: int) -> int:
     """Return the largest file size in bytes of a drafter of width `inner` for a model of width `width`."""
     arrays = packed(like(width, inner), np.arange(words))
     return HEADER + sum(x.nbytes + ENTRY for x in arrays.values())
@@ -47,15 +58,15 @@ def stored(width: int, inner: int, words: int) -> int:
 def inner(width: int, bytes: int, words: int) -> int:
     """Return the largest width of a drafter that fits into `bytes`; raises ValueError if width 1 does not fit."""
     least, most = 0, 1
-    while stored(width, most, words) <= bytes:
+    while drafter_bytes(width, most, words) <= bytes:
         least, most = most, 2 * most
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if stored(width, middle, words) <= bytes else (least, middle)
+        least, most = (middle, most) if drafter_bytes(width, middle, words) <= bytes else (least, middle)
     if not least:
         raise ValueError(
-            f"bytes={bytes:,}: a drafter of one number that says {words:,} words takes {stored(width, 1, words):,}; "
-            "give as many"
+            f"bytes={bytes:,}: a drafter of one number that says {words:,} words takes "
+            f"{drafter_bytes(width, 1, words):,}; give as many"
         )
     return least
 
@@ -155,7 +166,7 @@ class Lesson:
 def lesson(params: Params, ends: Ends, batch: Batch, k: int) -> Lesson:
     """Compute the teacher outputs with the k likeliest words; k = 0 or too large for all words."""
     x, words = hidden(params, batch)[0], len(ends.words)
-    u = found(ends.back, family(params.config).head(ends.bare, x)[..., ends.some])
+    u = hidden_of(ends.back, family(params.config).head(ends.bare, x)[..., ends.some])
     return Lesson(u=u.astype(jnp.float16), teacher=teach(ends.bare, x, min(k or words, words)))
 
 
@@ -194,13 +205,13 @@ class Recipe(Rising):
 
 
 def _apart(bare: Params, u: Array, told: Teacher) -> Array:
-    return divergence(said(bare, u), told)
+    return divergence(draft_logits(bare, u), told)
 
 
 def first(net: Net, bare: Params, batch: Batch, u: Array) -> Array:
     """Compute the initial state h_0 f32[B,T,R] at every position from u f[B,T,E]."""
     before = jnp.stack([shifted(batch.ids, -j, -1) for j in range(NEWEST - 1)], -1)
-    return begun(net, bare, u.astype(jnp.float32), before)
+    return initial_state(net, bare, u.astype(jnp.float32), before)
 
 
 def shifted(x: Array, by: int, filled: float) -> Array:
@@ -238,11 +249,11 @@ def _agreeing(params: Params, net: Net, ends: Ends, batch: Batch, ahead: int) ->
     x = hidden(params, batch)[0]
     logits = family(params.config).head(params, x)
     p, best = jax.nn.softmax(logits, -1), logits.argmax(-1)
-    h = first(net, ends.bare, batch, found(ends.back, logits[..., ends.words[ends.some]]))
+    h = first(net, ends.bare, batch, hidden_of(ends.back, logits[..., ends.words[ends.some]]))
     same, likely = [], []
     for k in range(1, ahead + 1):
         h = followed(net, ends.bare, h, shifted(batch.ids, k, -1))
-        token = ends.words[said(ends.bare, foreseen(net, h)).argmax(-1)]
+        token = ends.words[draft_logits(ends.bare, foreseen(net, h)).argmax(-1)]
         same.append(shifted(best, k, -1) == token)
         likely.append(jnp.take_along_axis(shifted(p, k, 0), token[..., None], -1)[..., 0])
     return jnp.stack(same), jnp.stack(likely)

@@ -23,7 +23,7 @@ from jkv.training.soft_cache_model import Bias
 
 
 @value
-class Held:
+class HeadCapacity:
     """What a head holds at each query.
 
     Attributes:
@@ -61,7 +61,9 @@ class Recipe(layerwise.Recipe):
         """Return the mean of both. Source: TRIM-KV (2512.03324)."""
         return (kl + ce) / 2
 
-    def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+    def counted(
+        self, memos: tuple[HeadCapacity, ...], batch: Batch, step: Array | int
+    ) -> tuple[Array, dict[str, Array]]:
         """Compute the capacity loss: the mean excess over capacity of a head at a query."""
         parts = [over_capacity(memo.total, memo.at[:, None], self.budget) for memo in memos]
         cap = sum(total for total, _ in parts) / jnp.maximum(sum(count for _, count in parts), 1)
@@ -78,7 +80,9 @@ class Together(Recipe):
     def bias(self, score: Any, batch: Batch, key: Array) -> Bias:
         return fading(replace(score, gate=tied(score.gate)))
 
-    def counted(self, memos: tuple[Held, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
+    def counted(
+        self, memos: tuple[HeadCapacity, ...], batch: Batch, step: Array | int
+    ) -> tuple[Array, dict[str, Array]]:
         """Compute the mean of the positive (S_t - L H M) / max(L H (t - M), 1), S_t over all layers and heads."""
         heads = sum(memo.total.shape[1] for memo in memos)
         every = jnp.stack([memo.total.sum(1) for memo in memos]).sum(0)
@@ -99,15 +103,15 @@ def is_tied(gate: Any) -> bool:
 
 
 def fading(score: Any) -> Bias:
-    """Return TRIM-KV's bias: each key's logit + age * log beta, in float32; the memo is `Held`.
+    """Return TRIM-KV's bias: each key's logit + age * log beta, in float32; the memo is `HeadCapacity`.
 
     The token itself has age 0 and loses nothing; beta 1 is plain attention. Source: 2512.03324.
     """
 
-    def bias(i: int, a: Projected, age: Array) -> tuple[Array, Held]:
+    def bias(i: int, a: Projected, age: Array) -> tuple[Array, HeadCapacity]:
         log_beta = jax.tree.map(lambda x: x[i], score.gate)(a.x)
         see = (age >= 0)[:, None]
         fade = jnp.maximum(age, 0).astype(jnp.float32)[:, None] * log_beta[:, :, None]
-        return fade, Held(total=jnp.where(see, jnp.exp(fade), 0).sum(-1), at=age.max(-1))
+        return fade, HeadCapacity(total=jnp.where(see, jnp.exp(fade), 0).sum(-1), at=age.max(-1))
 
     return bias

@@ -55,7 +55,7 @@ def _weighed(gate: Twofold) -> Twofold:
     return replace(gate, **{name: jax.lax.stop_gradient(getattr(gate, name)) for name in names})
 
 
-def begun(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
+def starting_gates(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
     """Load the gates of two folders, of `jkv train kvzap` and `jkv train trimkv`.
 
     Args:

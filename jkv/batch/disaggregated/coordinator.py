@@ -20,7 +20,7 @@ import jax
 from jkv.batch.disaggregated import worker
 from jkv.batch.disaggregated.allocation import PREFILL, STAGES, decide
 from jkv.batch.disaggregated.row_tracker import AHEAD, TRIES, Ledger, Part, Task
-from jkv.batch.disaggregated.worker import Become, Ended, Lost, Plan, Read, Ready, Stay, Take, Wrote
+from jkv.batch.disaggregated.worker import Become, Ended, Plan, Read, Ready, RowsLost, Stay, Take, Wrote
 from jkv.batch.job import Job, version
 from jkv.batch.run import By, Work
 from jkv.cache.cache import tree_bytes
@@ -213,7 +213,7 @@ class Crew:
                 for part in parts:
                     self.ledger.end(number, part)
                 work.write(nbytes, answers)
-            case Lost(parts, text):
+            case RowsLost(parts, text):
                 self.lose(member, parts, text)
             case Stay():
                 self.stays.append(message)

@@ -65,7 +65,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulatedRequest:
     """A request.
 
     Attributes:
@@ -91,7 +91,7 @@ class Served:
     first: float = inf
     last: float = inf
 
-    def within(self, asked: Asked, first: float, later: float) -> bool:
+    def within(self, asked: SimulatedRequest, first: float, later: float) -> bool:
         """Return whether the request was served in time.
 
         Args:
@@ -123,7 +123,7 @@ class Simulation:
         changes: workers that changed stage.
     """
 
-    def __init__(self, asked: Sequence[Asked], workers: Sequence[int], costs: Costs) -> None:
+    def __init__(self, asked: Sequence[SimulatedRequest], workers: Sequence[int], costs: Costs) -> None:
         """Prepare a simulation.
 
         Args:
@@ -213,12 +213,12 @@ class Simulation:
             self.changes += 1
 
 
-def in_time(asked: Sequence[Asked], served: Sequence[Served], first: float, later: float) -> float:
+def in_time(asked: Sequence[SimulatedRequest], served: Sequence[Served], first: float, later: float) -> float:
     """Return the share of requests served in time; see `Served.within`."""
     return sum(y.within(x, first, later) for x, y in zip(asked, served, strict=True)) / max(len(asked), 1)
 
 
-def arrivals(lengths: Sequence[tuple[int, int]], rate: float, seed: int = 0) -> list[Asked]:
+def arrivals(lengths: Sequence[tuple[int, int]], rate: float, seed: int = 0) -> list[SimulatedRequest]:
     """Draw arrival times of a Poisson process.
 
     Args:
@@ -227,7 +227,7 @@ def arrivals(lengths: Sequence[tuple[int, int]], rate: float, seed: int = 0) -> 
         seed: seed of the draws.
     """
     gaps = np.random.default_rng(seed).exponential(1 / rate, len(lengths))
-    return [Asked(float(at), *x) for at, x in zip(np.cumsum(gaps), lengths, strict=True)]
+    return [SimulatedRequest(float(at), *x) for at, x in zip(np.cumsum(gaps), lengths, strict=True)]
 
 
 def plans(

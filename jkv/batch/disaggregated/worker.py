@@ -22,8 +22,8 @@ from jkv.batch.job import Job, version
 from jkv.core.compilation import Cost, use_disk_cache
 from jkv.engine.decode import Answer, Slots
 from jkv.engine.prefill import Filled, Prefilling
-from jkv.engine.request import Refused, Request, said, survivable
-from jkv.engine.scheduler import Bucket, alone
+from jkv.engine.request import Refused, Request, error_message, survivable
+from jkv.engine.scheduler import Bucket, single_row
 from jkv.engine.spec import Shapes
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.fingerprint import fingerprint
@@ -126,7 +126,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Lost:
+class RowsLost:
     """Message: rows failed in a way that might not repeat."""
 
     parts: tuple[Part, ...]
@@ -294,7 +294,7 @@ class Worker:
         """Prefill a row, write its cache and report it."""
         try:
             prompts = self._prefilling(x.bucket)
-            wave, before = alone(prompts.shapes.bucket, x.request), prompts.prefilled
+            wave, before = single_row(prompts.shapes.bucket, x.request), prompts.prefilled
             filled = prompts.read(wave)
             save_cache(filled.cache, x.path, self.job.params)
         except BaseException as error:
@@ -338,4 +338,4 @@ class Worker:
         """Report rows that failed. A fatal error is raised again."""
         if not survivable(error):
             raise error
-        self.pipe.send(Lost(parts, said(error)))
+        self.pipe.send(RowsLost(parts, error_message(error)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import kernels
-from jkv.kernels.decode_attention.selftest import EXACT, judgement, told, twice
+from jkv.kernels.decode_attention.selftest import EXACT, judgement, print_verdicts, twice
 from jkv.kernels.prefill_attention.selftest import Case, cases, problem
 
 
@@ -80,7 +80,7 @@ def main() -> int:
     if (name := kernels.native()) == "xla":
         print(f"no kernel runs on {jax.devices()[0].device_kind}; there are some for TPUs and for Hopper GPUs")
         return 2
-    return told(name, verdicts(name, cases(args.tokens), args.seed))
+    return print_verdicts(name, verdicts(name, cases(args.tokens), args.seed))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.kernels.prefill_attention import padded, spans
-from jkv.kernels.prefill_attention.tpu import LANES, LOG2E, dot, supports, visited, whole, wide
+from jkv.kernels.prefill_attention.tpu import LANES, LOG2E, dot, supports, tile_size, visited, wide
 
 __all__ = ["sums", "supports"]
 KEYS, ROWS, PART = 1024, 2048, 256  # keys of a tile; queries times groups of a step, about; queries of a part of it
@@ -42,7 +42,7 @@ def sums(
 
 def tile_sizes(groups: int, tokens: int, keys: int) -> tuple[int, int]:
     """Queries and keys of a grid step."""
-    return whole(ROWS // groups, tokens, PART), whole(KEYS, keys, LANES)
+    return tile_size(ROWS // groups, tokens, PART), tile_size(KEYS, keys, LANES)
 
 
 def _run(

@@ -360,7 +360,7 @@ def judgement(good: bool, why: str | None) -> str:
     return "refused" if why is not None else "ok" if good else "WRONG"
 
 
-def told(kernel: str, found: Iterable[tuple[str, str]]) -> int:
+def print_verdicts(kernel: str, found: Iterable[tuple[str, str]]) -> int:
     """Print verdicts as they come; the exit code."""
     print(f"{kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     count = Counter[str]()
@@ -383,7 +383,7 @@ def main() -> int:
         print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
         return 2
     every = [*cases(args.slots), *(long(args.long) if args.long else [])]
-    return told(args.kernel, verdicts(args.kernel, every, args.seed, args.plain))
+    return print_verdicts(args.kernel, verdicts(args.kernel, every, args.seed, args.plain))
 
 
 if __name__ == "__main__":

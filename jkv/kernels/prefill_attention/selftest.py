@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jkv.kernels.decode_attention.selftest import EXACT, ROUNDING, judged, judgement, told, truth, twice
+from jkv.kernels.decode_attention.selftest import EXACT, ROUNDING, judged, judgement, print_verdicts, truth, twice
 from jkv.protocols import KernelCodes
 
 NEVER = np.iinfo(np.int32).max
@@ -119,7 +119,7 @@ def main() -> int:
     if args.kernel not in ("gpu", "tpu"):
         print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
         return 2
-    return told(args.kernel, verdicts(args.kernel, cases(args.tokens), args.seed))
+    return print_verdicts(args.kernel, verdicts(args.kernel, cases(args.tokens), args.seed))
 
 
 if __name__ == "__main__":

@@ -75,10 +75,10 @@ def attention(
 
 def tile_sizes(groups: int, tokens: int, keys: int, dtype: Any) -> tuple[int, int]:
     """Queries and keys of a grid step."""
-    return whole(ROWS // groups, tokens, LANES), whole(KEYS * 2 // jnp.dtype(dtype).itemsize, keys, PART)
+    return tile_size(ROWS // groups, tokens, LANES), tile_size(KEYS * 2 // jnp.dtype(dtype).itemsize, keys, PART)
 
 
-def whole(most: int, n: int, unit: int) -> int:
+def tile_size(most: int, n: int, unit: int) -> int:
     """The size of a tile of n things: whole units, about `most`, and no more than are there."""
     return min(max(most // unit, 1), -(-n // unit)) * unit
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jkv import kernels
-from jkv.kernels.decode_attention.selftest import EXACT, ROUNDING, judged, judgement, told, truth, twice
+from jkv.kernels.decode_attention.selftest import EXACT, ROUNDING, judged, judgement, print_verdicts, truth, twice
 from jkv.protocols import KernelCodes
 
 
@@ -137,7 +137,7 @@ def main() -> int:
     if kernels.native() != "gpu":
         print(f"no kernel runs on {jax.devices()[0].device_kind}; there is one for Hopper GPUs")
         return 2
-    return told("gpu", verdicts("gpu", cases(), args.seed))
+    return print_verdicts("gpu", verdicts("gpu", cases(), args.seed))
 
 
 if __name__ == "__main__":

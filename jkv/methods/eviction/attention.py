@@ -14,7 +14,7 @@ from jax import Array
 from jkv.arrays.gather import per, take_along
 from jkv.arrays.pytree import part
 from jkv.attention.mask import visible
-from jkv.methods.eviction.position import given
+from jkv.methods.eviction.position import prompt_column
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def mass(ev: Evidence, queries: Queries, group: str) -> Array:
     return total if group == "sum" else total / queries.q.shape[2]
 
 
-def most(ev: Evidence, queries: Queries) -> Array:
+def peak_attention(ev: Evidence, queries: Queries) -> Array:
     """f32[B,H,S]: the highest probability that each key gets from one of `queries`."""
     return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
 
@@ -285,7 +285,7 @@ class PathMass(Score):
         return Needs(queries=self.queries)
 
     def birth(self, new: Born) -> Columns:
-        return given(new)
+        return prompt_column(new)
 
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None

@@ -190,7 +190,7 @@ class Distilled(Score):
 
 
 @part
-class Whole(Score):
+class FullHeads(Score):
     """DuoAttention: retrieval heads keep everything, the others the newest tokens; rank = +inf, or the position.
 
     heads f32[L,H]: 1 for a head that keeps everything, or None before they are given. Source: DuoAttention
@@ -199,7 +199,7 @@ class Whole(Score):
 
     heads: Array | None = leaf(default=None)
 
-    def bound(self, params: Params) -> Whole:
+    def bound(self, params: Params) -> FullHeads:
         self.known  # noqa: B018 - or its error
         return self
 
@@ -237,9 +237,9 @@ def read_heads(folder: str, share: float) -> tuple[Any, tuple[int, ...], int, in
         share: Share of all heads that keep only sinks and the newest tokens.
 
     Returns:
-        The score `Whole`, the number of heads of each layer that keep everything, the number of sinks and the number of
-            newest tokens.
+        The score `FullHeads`, the number of heads of each layer that keep everything, the number of sinks and the
+            number of newest tokens.
     """
     scores, sinks, recent = author_weights.duoattention(folder)
     whole = retrieval(scores, share)
-    return Whole(heads=jnp.asarray(whole, jnp.float32)), tuple(whole.sum(1).tolist()), sinks, recent
+    return FullHeads(heads=jnp.asarray(whole, jnp.float32)), tuple(whole.sum(1).tolist()), sinks, recent

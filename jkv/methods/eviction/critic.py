@@ -155,7 +155,7 @@ class Several(Score):
 
     def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
         """The earliest expiry of any component."""
-        ends = [s.expires(named(columns, i), pos, slots) for i, s in enumerate(self.parts)]
+        ends = [s.expires(columns_of(columns, i), pos, slots) for i, s in enumerate(self.parts)]
         return reduce(jnp.minimum, found) if (found := [x for x in ends if x is not None]) else None
 
     def observe(self, ev: Evidence) -> Columns:
@@ -171,10 +171,10 @@ class Several(Score):
         return {f"{i}.{name}": x for i, own in enumerate(columns) for name, x in own.items()}
 
 
-def named(columns: Columns, place: int) -> Columns:
+def columns_of(columns: Columns, place: int) -> Columns:
     """Columns of the component at index `place`, without the prefix.
 
-    >>> named({"0.mass": 1, "1.0.mass": 2}, 1)
+    >>> columns_of({"0.mass": 1, "1.0.mass": 2}, 1)
     {'0.mass': 2}
     """
     mark = f"{place}."
@@ -185,7 +185,7 @@ def seen_by(score: Score, ev: Evidence, place: int) -> Evidence:
     """Evidence as the component at index `place` sees it: its columns, here and in the lower layer, and its queries."""
 
     def own(x: Any) -> Any:
-        return replace(x, columns=named(x.columns, place))
+        return replace(x, columns=columns_of(x.columns, place))
 
     lower = ev.lower and replace(ev.lower, recent=own(ev.lower.recent), tiers=tuple(map(own, ev.lower.tiers)))
     kept = ev.kept.newest(score.needs.queries) if ev.kept is not None and score.needs.queries else None

@@ -50,7 +50,7 @@ def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:
     return index.reshape(-1, n, width), there.reshape(-1, n, width), place
 
 
-def told(ev: Evidence, name: str, x: Array, known: Array, place: Array) -> Columns:
+def set_column(ev: Evidence, name: str, x: Array, known: Array, place: Array) -> Columns:
     """Set the column `name` of window entries to x f32[B,H,m] at their place, where known bool[B,m]."""
     old, m = ev.columns[name], x.shape[2]
     at = jnp.clip(place, 0, m - 1)
@@ -89,7 +89,7 @@ class Lagged(Score):
         whole = there.all(-1)
         known = jnp.repeat(whole[:, :-1] & whole[:, 1:], self.lag, axis=1)
         ranks = (order.astype(jnp.float32) / self.lag).reshape(b, -1, (n - 1) * self.lag)
-        return told(ev, "place", ranks, known, place)
+        return set_column(ev, "place", ranks, known, place)
 
     def _apart(self, x: Array, n: int) -> Array:
         """s f32[B,H,n-1,lag] of blocks f[B,H,n lag,D]."""
@@ -127,7 +127,7 @@ class LocalLeverage(Score):
             size = take(jnp.square(norms(x)), index.reshape(b, 1, -1)).reshape(b, -1, n, self.width)
             share = share * size / jnp.maximum(size.sum(-1, keepdims=True), 1e-30)
         known = jnp.repeat(there.all(-1), self.width, axis=1)
-        return told(ev, "leverage", share.reshape(b, -1, n * self.width), known, place)
+        return set_column(ev, "leverage", share.reshape(b, -1, n * self.width), known, place)
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns["leverage"]

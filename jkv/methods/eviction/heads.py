@@ -24,7 +24,7 @@ CHOICE, SPLIT = "compresskv", "razorattention"  # methods of the calibration fol
 ARRAYS = {CHOICE: {"heads": "LHG", "layers": "L"}, SPLIT: {"echo": "LH", "induction": "LH"}}
 
 
-def found(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def read_heads(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Read the arrays f32 and the model fingerprints of a folder.
 
     Raises:
@@ -46,7 +46,7 @@ def retrieval(folder: str, induction: float, echo: float) -> tuple[np.ndarray, t
     Returns:
         bool[L,H] of the kv heads, and the model fingerprints.
     """
-    arrays, models = found(folder, SPLIT)
+    arrays, models = read_heads(folder, SPLIT)
 
     def best(x: np.ndarray, share: float) -> np.ndarray:
         out = np.zeros(x.size, bool)
@@ -83,7 +83,7 @@ class Retrievers(Score):
 
     def of(self, folder: str) -> Retrievers:
         """Load the calibrated heads of a folder."""
-        arrays, models = found(folder, CHOICE)
+        arrays, models = read_heads(folder, CHOICE)
         return replace(self, heads=jnp.asarray(arrays["heads"]), models=models)
 
     def bound(self, params: Params) -> Retrievers:
@@ -114,7 +114,7 @@ class Lasting(Wrapper):
 
     def of(self, folder: str) -> Lasting:
         """Load the calibrated heads of a folder."""
-        arrays, models = found(folder, CHOICE)
+        arrays, models = read_heads(folder, CHOICE)
         return replace(self, heads=jnp.asarray(arrays["heads"]), models=models)
 
     def bound(self, params: Params) -> Lasting:

@@ -44,8 +44,8 @@ class Oldest(Score):
         return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
 
-def given(new: Born) -> Columns:
-    """The column `given`: 1 for prompt tokens of any turn, 0 for generated tokens."""
+def prompt_column(new: Born) -> Columns:
+    """The column `prompt_column`: 1 for prompt tokens of any turn, 0 for generated tokens."""
     return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
 
 
@@ -110,7 +110,7 @@ class Protect(Wrapper):
         short: Prompt length below which `portion` applies; 0: never.
         share: Newest tokens to protect in addition, as a share of what the row may hold. In all no more are protected
             than it may hold.
-        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column `given`.
+        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column `prompt_column`.
     """
 
     sinks: int = 0
@@ -123,7 +123,7 @@ class Protect(Wrapper):
     def birth(self, new: Born) -> Columns:
         if not self.prompt:
             return self.score.birth(new)
-        return self.score.birth(new) | given(new)
+        return self.score.birth(new) | prompt_column(new)
 
     def rank(self, ev: Evidence) -> Array:
         rank = self.score.rank(ev)

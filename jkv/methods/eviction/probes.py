@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.eviction.attention import most
+from jkv.methods.eviction.attention import peak_attention
 from jkv.protocols import PROBED, Born, Columns, Evidence, Needs, Score
 
 
@@ -38,7 +38,7 @@ class LateOrProbed(Probed):
 
     def rank(self, ev: Evidence) -> Array:
         assert ev.kept is not None
-        return jnp.maximum(ev.columns[PROBED], most(ev, ev.kept))
+        return jnp.maximum(ev.columns[PROBED], peak_attention(ev, ev.kept))
 
     def statistic(self, ev: Evidence) -> Array:
         """f32[B,S]: the rank, largest over heads, where the i-th of the last n queries counts i / (n - 1).
@@ -49,4 +49,4 @@ class LateOrProbed(Probed):
         age = (ev.seen[:, None] - 1 - ev.kept.pos).astype(jnp.float32)
         weight = jnp.maximum(1 - age / max(self.queries - 1, 1), 0)
         late = replace(ev.kept, lse=ev.kept.lse - jnp.log(weight)[:, None, None])
-        return jnp.maximum(ev.columns[PROBED], most(ev, late)).max(1)
+        return jnp.maximum(ev.columns[PROBED], peak_attention(ev, late)).max(1)

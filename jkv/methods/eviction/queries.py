@@ -55,7 +55,7 @@ class Typical:
         return cls(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}), tuple(card["model"])
 
 
-def given(folder: str, own: Any) -> Any:
+def with_folder(folder: str, own: Any) -> Any:
     """Load the calibrated queries of a folder into `own`."""
     return own.of(folder)
 
@@ -74,7 +74,7 @@ class Queried(Score):
 
     def bound(self, params: Params) -> Self:
         if self.typical is None:
-            return trained_weights.shipped(METHOD, params, given, self, how="calibrate")
+            return trained_weights.shipped(METHOD, params, with_folder, self, how="calibrate")
         trained_weights.check(self.models, params)
         return self
 

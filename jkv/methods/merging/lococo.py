@@ -15,7 +15,7 @@ from jkv.protocols import Entries, Evidence, Merge
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
-    from jkv.protocols import Lost
+    from jkv.protocols import Evicted
 
 
 @value
@@ -135,7 +135,7 @@ class Mixtures(trained_weights.Bearer, Merge):
         """Number of mixtures; 0 without weights."""
         return 0 if self.gate is None else self.gate.bias.shape[-1]
 
-    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+    def into(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> tuple[Array, Array, Array]:
         """Mix the entries; nothing changes for a row and head that loses nothing."""
         gate = self.weights
         total = ev.pos.shape[2]

@@ -12,7 +12,7 @@ from jkv.arrays.gather import take
 from jkv.arrays.online_softmax import Partial, merge, softmax_parts
 from jkv.arrays.pytree import part, value
 from jkv.methods.eviction.attention import mass
-from jkv.protocols import Evidence, Lost, Merge, Needs
+from jkv.protocols import Evicted, Evidence, Merge, Needs
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Scale
@@ -40,7 +40,7 @@ class MeanToken(Merge):
         k, v = (jnp.zeros((rows, model.heads, d), jnp.float32) for d in (model.head_dim, model.value_dim))
         return Token(k=k, v=v, count=jnp.zeros((rows, model.heads), jnp.float32))
 
-    def absorb(self, state: Token, ev: Evidence, lost: Lost) -> Token:
+    def absorb(self, state: Token, ev: Evidence, lost: Evicted) -> Token:
         gone = (lost.index < ev.pos.shape[2]).astype(jnp.float32)
         k, v = (mean_with(old, state.count, x, gone) for old, x in ((state.k, lost.k), (state.v, lost.v)))
         return Token(k=k, v=v, count=state.count + gone.sum(-1))
@@ -83,7 +83,7 @@ class MeanValue(Merge):
         weight, odds = (jnp.zeros((rows, model.heads), jnp.float32) for _ in range(2))
         return Share(v=jnp.zeros((rows, model.heads, model.value_dim), jnp.float32), weight=weight, odds=odds)
 
-    def absorb(self, state: Share, ev: Evidence, lost: Lost) -> Share:
+    def absorb(self, state: Share, ev: Evidence, lost: Evicted) -> Share:
         assert ev.kept is not None
         queries = ev.kept.newest(self.queries)
         paid, total = mass(ev, queries, "mean"), jnp.maximum((queries.pos >= 0).sum(1), 1).astype(jnp.float32)

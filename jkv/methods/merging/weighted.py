@@ -15,7 +15,7 @@ from jkv.methods.eviction.salience import pivots, runs, unsorted
 from jkv.protocols import Columns, Entries, Evidence, Merge
 
 if TYPE_CHECKING:
-    from jkv.protocols import Lost
+    from jkv.protocols import Evicted
 
 
 class Shares(Merge):
@@ -48,19 +48,19 @@ class Shares(Merge):
         """f32[m,D]: new keys of m survivors, from the means of all shares and their old keys."""
         return mixed
 
-    def into(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> tuple[Array, Array, Array]:
+    def into(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> tuple[Array, Array, Array]:
         """Merge the evicted tokens. Temporaries have the size of `lost`."""
         survivor, worth = self._taking(ev, kept, lost, entries), self.worth(ev)
         worth = take(worth, lost.index) / jnp.maximum(take(worth, survivor), 1e-30)
         merged = jax.vmap(jax.vmap(lambda *x: shares(self, *x, none=ev.pos.shape[2])))
         return merged(survivor, worth, lost.k, lost.v, *entries.read(survivor))
 
-    def _taking(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Array:
+    def _taking(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> Array:
         """i32[B,H,m]: survivors that take the shares of the lost tokens, -1 for none."""
         survivor = take(self.survivor(ev, kept), lost.index)
         return jnp.where((lost.index < ev.pos.shape[2]) & entries.open(survivor), survivor, -1)
 
-    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
+    def remember(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> Columns:
         if MERGED not in ev.columns:
             return ev.columns
         survivor, total = self._taking(ev, kept, lost, entries), ev.pos.shape[2]
@@ -105,7 +105,7 @@ class Runs(Shares):
         variance = (self.width * total / count)[run] ** 2 / 2
         return worth * jnp.exp(-distance / jnp.maximum(2 * variance, 1e-30))
 
-    def remember(self, ev: Evidence, kept: Array, lost: Lost, entries: Entries) -> Columns:
+    def remember(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> Columns:
         """Give a run's members the similarity of its first token, which is that of the border with the run before."""
         order, run, _ = runs(ev, self.sinks, self.threshold, self.alone)
         similar = take_along(ev.columns["similar"], order, -1)

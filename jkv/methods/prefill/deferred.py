@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from jkv.arrays.pytree import part
 from jkv.cache.spec import Pruning
-from jkv.methods.compatibility import alone
+from jkv.methods.compatibility import refuse_first
 from jkv.methods.config import CacheConfig
 from jkv.methods.eviction.probes import LateOrProbed
 from jkv.methods.prefill.probes import Drafted
@@ -53,7 +53,7 @@ class TokenPruning(Prefill):
             "positions within the cache": config.relative,
             "blocks that recur, which read every token": model.mixers is not None,
         }
-        alone(config, "a prompt that goes on with fewer of its tokens (token pruning) does", others)
+        refuse_first(config, "a prompt that goes on with fewer of its tokens (token pruning) does", others)
 
 
 @part
@@ -74,7 +74,7 @@ class Coded(Prefill):
             "a merge, which changes what is stored": config.merge is not None and config.merge.changes != "none",
             "a codec that the last queries of the prompt teach": any(x.needs.queries for x in config.all_codecs),
         }
-        alone(config, "a prompt that attends to what will be stored (coded) does", others)
+        refuse_first(config, "a prompt that attends to what will be stored (coded) does", others)
 
 
 @part

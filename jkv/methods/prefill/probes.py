@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.compatibility import alone
-from jkv.methods.eviction.attention import mass, most
-from jkv.protocols import Evidence, Probe, ProbeTokens, Say, Worth
+from jkv.methods.compatibility import refuse_first
+from jkv.methods.eviction.attention import mass, peak_attention
+from jkv.protocols import AttentionGradient, Evidence, Probe, ProbeTokens, Say
 
 if TYPE_CHECKING:
     from jkv.methods.config import CacheConfig
@@ -39,7 +39,7 @@ class Pseudo(Probe):
         reach(params, rows, ids, "dapq: fewer tokens=")
         return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
 
-    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: AttentionGradient | None) -> Array:
         assert ev.new is not None
         return mass(ev, ev.new, "mean")
 
@@ -69,7 +69,7 @@ class Rebuilt(Probe):
             out.append(ProbeTokens(ids=ids, span=[(start, start + len(b)) for b in pieces]))
         return out
 
-    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: AttentionGradient | None) -> Array:
         assert ev.new is not None
         first, end, seen = span[:, 0], span[:, 1], ev.seen
 
@@ -109,7 +109,7 @@ class Graded(Rebuilt):
             "blocks that recur, through which it does not go back": model.mixers is not None,
             "experts, through which it does not go back": model.experts is not None,
         }
-        alone(config, "a probe that goes back through the model (graded) does", others)
+        refuse_first(config, "a probe that goes back through the model (graded) does", others)
 
 
 @part
@@ -134,9 +134,9 @@ class Drafted(Probe):
         ids: list[Any] = [next(said) if r else [] for r in rows]  # a row of a batch may have no token
         return [ProbeTokens(ids=ids, span=[(0, len(r)) for r in rows])]
 
-    def observe(self, ev: Evidence, span: Array, old: Array, worth: Worth | None) -> Array:
+    def observe(self, ev: Evidence, span: Array, old: Array, worth: AttentionGradient | None) -> Array:
         assert ev.new is not None
-        return most(ev, ev.new)
+        return peak_attention(ev, ev.new)
 
 
 def within(params: Params, text: str) -> list[int]:

@@ -14,7 +14,7 @@ from jkv.arrays.bitpacking import bits_of, fields, floats, pack, select
 from jkv.arrays.pytree import leaf, part
 from jkv.methods.quantization.integer import STEPS
 from jkv.methods.quantization.lookup import LLOYD_MAX, lloyd_max
-from jkv.methods.quantization.rotation import there
+from jkv.methods.quantization.rotation import require_array
 from jkv.protocols import Code, Codec
 
 STRETCH = 8  # channels of a stretch
@@ -80,7 +80,7 @@ class Allotted(Codec):
         return [(bits, STRETCH * len([*run])) for bits, run in groupby(self.bits)]
 
     def _sizes(self) -> Array:
-        return there(self.deviation).astype(jnp.float32)
+        return require_array(self.deviation).astype(jnp.float32)
 
     def encode(self, x: Array) -> Code:
         y, d = x.astype(jnp.float32), self._sizes()

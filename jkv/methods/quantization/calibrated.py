@@ -108,10 +108,10 @@ class Calibrated:
         if self.models:
             trained_weights.check(self.models, params)
             return self
-        return trained_weights.shipped(METHOD, params, made, self, how="calibrate")
+        return trained_weights.shipped(METHOD, params, with_folder, self, how="calibrate")
 
 
-def made(folder: str | None, own: C) -> C:
+def with_folder(folder: str | None, own: C) -> C:
     """Fit a codec on the moments of a folder; without a folder return it unchanged."""
     return own if folder is None else own.given(Moments.read(folder))
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, fields, floats, pack, select, together
 from jkv.arrays.pytree import leaf, part
-from jkv.methods.quantization.rotation import there
+from jkv.methods.quantization.rotation import require_array
 from jkv.protocols import Code, Codec
 
 WIDTHS = (2, 3, 4)  # bits of the tables that calibration makes
@@ -98,7 +98,7 @@ class NonUniform(Codec):
 
     def _read(self, ends: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         """Middle and half, [1,D] or [n,1], and the table."""
-        table = there(self.table)
+        table = require_array(self.table)
         if self.low is not None and self.high is not None:
             ends = (self.low + self.high) / 2, (self.high - self.low) / 2
             middle, half = (a.astype(jnp.float32)[None] for a in ends)

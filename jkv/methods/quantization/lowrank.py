@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part
 from jkv.methods.quantization.calibrated import Calibrated, Moments, Side
-from jkv.methods.quantization.rotation import Projected, there
+from jkv.methods.quantization.rotation import Projected, require_array
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
@@ -66,13 +66,13 @@ class LowRank(Calibrated, Projected):
     size: Array | None = leaf(default=None)
 
     def into(self, x: Array) -> Array:
-        return super().into(x) / there(self.size)[None]
+        return super().into(x) / require_array(self.size)[None]
 
     def back(self, y: Array) -> Array:
-        return super().back(y * there(self.size)[None])
+        return super().back(y * require_array(self.size)[None])
 
     def ask(self, q: Array) -> Array:
-        return super().into(q) * there(self.size)[None]
+        return super().into(q) * require_array(self.size)[None]
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from jkv.arrays.pytree import leaf, part
 from jkv.methods.quantization.dense import Dense
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.integer import Affine
-from jkv.methods.quantization.rotation import there
+from jkv.methods.quantization.rotation import require_array
 from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Merged(Codec):
         return replace(self, heads=n)
 
     def in_layer(self, i: int, n: int) -> Self:
-        return replace(self, heads=1, own=i, apart=jnp.split(there(self.apart), n, axis=-1)[i])
+        return replace(self, heads=1, own=i, apart=jnp.split(require_array(self.apart), n, axis=-1)[i])
 
     def fit(self, x: Array, live: Array, q: Array) -> Self:
         u, w = (unit(y)[0] for y in jnp.split(x.astype(jnp.float32), 2, 1))
@@ -110,7 +110,7 @@ class Merged(Codec):
         return replace(self, apart=jnp.where((apart[index] >= 0)[:, None], x[jnp.minimum(index, len(x) - 1)], 0))
 
     def encode(self, x: Array) -> Code:
-        alone = (x[:, None] == there(self.apart)[None]).all(-1)
+        alone = (x[:, None] == require_array(self.apart)[None]).all(-1)
         which = jnp.where(alone, jnp.arange(1, self.kept + 1)[None], 0).max(1, initial=0).astype(jnp.uint8)
         (u, m), (w, n) = (unit(y) for y in jnp.split(x.astype(jnp.float32), 2, 1))
         inner = self.inner.encode(between(u, w, self.t).astype(x.dtype))
@@ -126,6 +126,6 @@ class Merged(Codec):
         inner, norms, which = code.slots
         norm = floats(norms, "float16").astype(jnp.float32)[:, self.own, None]
         merged = norm * unit(self.inner.decode(Code(slots=inner)).astype(jnp.float32))[0]
-        table = there(self.apart).astype(jnp.float32)
+        table = require_array(self.apart).astype(jnp.float32)
         table = jnp.concatenate([jnp.zeros((1, merged.shape[1]), jnp.float32), table])
         return jnp.where(which > 0, table[which[:, 0]], merged)

@@ -64,14 +64,14 @@ class Nsn(Grouped):
         n, d = x.shape
         x = x.astype(jnp.float32)
         s1 = self.scales.encode(jnp.sqrt((x * x).mean(1)).reshape(-1, self.group))
-        y = over(x, self.scales.decode(s1).reshape(n, 1)).reshape(-1, self.group, d)
+        y = safe_divide(x, self.scales.decode(s1).reshape(n, 1)).reshape(-1, self.group, d)
         o = self.means.encode(y.mean(1))
         y = (y - self.means.decode(o)[:, None]).reshape(n, d)
         s2 = jnp.sqrt((y * y).mean(1, keepdims=True))
-        y = over(y, s2) @ hadamard(d)
+        y = safe_divide(y, s2) @ hadamard(d)
         index, signs = jax.lax.map(self._nearest, y.reshape(-1, self.group, d // WIDTH, WIDTH))
         code = index.reshape(n, -1), *(a.reshape(n, -1) for a in signs)
-        s2 = s2 * over((y * y).sum(1, keepdims=True), (y * self._entries(*code)).sum(1, keepdims=True))
+        s2 = s2 * safe_divide((y * y).sum(1, keepdims=True), (y * self._entries(*code)).sum(1, keepdims=True))
         packed, *scale = s1.slots
         return Code(slots=(code, joined(s2, unpack(packed, 4).reshape(n, 1))), grains=(o.slots, tuple(scale)))
 
@@ -101,7 +101,7 @@ class Nsn(Grouped):
         entry, both = code.slots
         o, scale = code.grains
         step, low = (jnp.repeat(floats(a, self.scales.scale_dtype), len(both) // len(a), 0) for a in scale)
-        s2, s1 = apart(both)
+        s2, s1 = split_norms(both)
         s1 = s1 * step.astype(jnp.float32) + low.astype(jnp.float32)
         return s1, s1 * s2, self._entries(*entry), self.means.decode(Code(slots=o))
 
@@ -128,16 +128,16 @@ def joined(size: Array, code: Array) -> Array:
     return (near & 0x7FF8) >> 3 | code.astype(jnp.uint16) << 12
 
 
-def apart(x: Array) -> tuple[Array, Array]:
+def split_norms(x: Array) -> tuple[Array, Array]:
     """Unpack sizes f32 and integers, the inverse of `joined`.
 
-    >>> [float(y) for y in apart(joined(jnp.float32(1.5), jnp.float32(9)))]
+    >>> [float(y) for y in split_norms(joined(jnp.float32(1.5), jnp.float32(9)))]
     [1.5, 9.0]
     """
     return floats((x & 0xFFF) << 3, DTYPE).astype(jnp.float32), (x >> 12).astype(jnp.float32)
 
 
-def over(x: Array, y: Array) -> Array:
+def safe_divide(x: Array, y: Array) -> Array:
     """x / y, and 0 where y is 0."""
     return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
 

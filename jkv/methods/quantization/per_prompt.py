@@ -13,7 +13,7 @@ from jax import Array
 from jkv.arrays.bitpacking import pack, together, unpack
 from jkv.arrays.pytree import leaf, part
 from jkv.methods.quantization import lowrank
-from jkv.methods.quantization.rotation import Projected, there
+from jkv.methods.quantization.rotation import Projected, require_array
 from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class Stretches(Codec):
         return ((b, dim // len(self.bits)) for b in self.bits)
 
     def encode(self, x: Array) -> Code:
-        low, step = there(self.low), there(self.step)
+        low, step = require_array(self.low), require_array(self.step)
         code = (x.astype(jnp.float32) - low[None]) / jnp.where(step > 0, step, 1)[None]
         pairs = [(b, y) for b, y in zip(self.bits, jnp.split(code, len(self.bits), 1), strict=True) if b]
         whole = [(b, jnp.clip(jnp.round(y), 0, 2**b - 1).astype(jnp.uint8)) for b, y in pairs]
         return Code(slots=jnp.concatenate([pack(y, b) for b, y in whole], 1))
 
     def decode(self, code: Code) -> Array:
-        low, step = there(self.low), there(self.step)
+        low, step = require_array(self.low), require_array(self.step)
         parts, start = [], 0
         for b, width in self._widths(low.shape[0]):
             end = start + width * b // 8
@@ -147,7 +147,7 @@ class OfPrompt(Projected):
             return apart[..., i, :, :].reshape(*rows, channels // n, width)
 
         mean = None if self.mean is None else own(self.mean[..., None])[..., 0]
-        return replace(self, heads=self.heads // n, basis=own(there(self.basis)), mean=mean)
+        return replace(self, heads=self.heads // n, basis=own(require_array(self.basis)), mean=mean)
 
     def for_layer(self, model: ModelConfig, layer: int) -> Self:
         return replace(self, heads=lowrank.together(self.heads, model.heads))

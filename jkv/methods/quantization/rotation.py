@@ -155,7 +155,7 @@ def _product(x: Array, matrix: Array | np.ndarray) -> Array:
     return jnp.einsum("nd,de->ne", x, jnp.asarray(matrix, jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def there(x: Array | None) -> Array:
+def require_array(x: Array | None) -> Array:
     """Return x. If it is None, raise ValueError with the ways to make the codec's arrays."""
     if x is None:
         raise ValueError(
@@ -172,16 +172,16 @@ class Projected(Turned):
     basis: Array | None = leaf(default=None)
 
     def check(self, dim: int) -> None:
-        basis = there(self.basis)
+        basis = require_array(self.basis)
         if basis.shape[-2] != dim:
             raise ValueError(f"projected codec: its basis is of {basis.shape[-2]} channels, not head_dim={dim}")
         self.inner.check(basis.shape[-1])
 
     def into(self, x: Array) -> Array:
-        return _product(x, there(self.basis))
+        return _product(x, require_array(self.basis))
 
     def back(self, y: Array) -> Array:
-        return _product(y, there(self.basis).T)
+        return _product(y, require_array(self.basis).T)
 
 
 @part
@@ -191,10 +191,10 @@ class Permuted(Turned):
     order: Array | None = leaf(default=None)
 
     def into(self, x: Array) -> Array:
-        return x[:, there(self.order)]
+        return x[:, require_array(self.order)]
 
     def back(self, y: Array) -> Array:
-        return jnp.zeros_like(y).at[:, there(self.order)].set(y)
+        return jnp.zeros_like(y).at[:, require_array(self.order)].set(y)
 
 
 @part
@@ -204,10 +204,10 @@ class Balanced(Turned):
     factor: Array | None = leaf(default=None)
 
     def into(self, x: Array) -> Array:
-        return x * there(self.factor)[None]
+        return x * require_array(self.factor)[None]
 
     def back(self, y: Array) -> Array:
-        return y / there(self.factor)[None]
+        return y / require_array(self.factor)[None]
 
     def ask(self, q: Array) -> Array:
-        return q / there(self.factor)[None]
+        return q / require_array(self.factor)[None]

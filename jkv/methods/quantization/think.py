@@ -14,7 +14,7 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part
 from jkv.io import trained_weights
-from jkv.methods.eviction.queries import METHOD, Typical, given, weight
+from jkv.methods.eviction.queries import METHOD, Typical, weight, with_folder
 from jkv.methods.quantization.dense import Dense
 from jkv.methods.quantization.rotation import Turned
 from jkv.protocols import Codec, Needs
@@ -90,7 +90,7 @@ class Thinned(Turned):
         if self.taught:
             return self
         if self.index is None:
-            return trained_weights.shipped(METHOD, params, given, self, how="calibrate")
+            return trained_weights.shipped(METHOD, params, with_folder, self, how="calibrate")
         trained_weights.check(self.models, params)
         return self
 

@@ -8,7 +8,7 @@ from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.config import RELATIVE
 from jkv.methods.eviction import attention_gate
 from jkv.methods.eviction import dms as dms_score
-from jkv.methods.eviction.author_gates import Distilled, Repeated, Whole, read_heads
+from jkv.methods.eviction.author_gates import Distilled, FullHeads, Repeated, read_heads
 from jkv.methods.eviction.heads import Lasting
 from jkv.methods.eviction.position import Protect
 from jkv.methods.eviction.trained_gates import Foreseen, Outlook, Retention
@@ -253,7 +253,7 @@ def duoattention(
             f"duoattention: share={share}, sinks={sinks}, local={local}: a fraction of the heads from 0 to 1, 0 tokens "
             "or more, and 1 or more"
         )
-    score, whole, first, newest = (Whole(), None, 64, 256) if heads is None else read_heads(heads, float(share))
+    score, whole, first, newest = (FullHeads(), None, 64, 256) if heads is None else read_heads(heads, float(share))
     first, newest = first if sinks is None else sinks, newest if local is None else local
     budget = Split(local=newest, share=0.0, first=first, induction=0.0, echo=0.0, whole=whole)
     return dict(score=Protect(score=score, sinks=first), budget=budget, pooled=0.0)

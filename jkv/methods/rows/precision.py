@@ -14,7 +14,7 @@ from jkv.methods.eviction.wrappers import AcrossHeads, Reaching
 from jkv.methods.layer_plan import Plan
 from jkv.methods.prefill.deferred import Deferred
 from jkv.methods.quantization import Affine, Dense, Separable, Sparse
-from jkv.methods.quantization.calibrated import Equalised, made
+from jkv.methods.quantization.calibrated import Equalised, with_folder
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.per_layer import Planned
 from jkv.methods.quantization.rotation import Rotated
@@ -116,7 +116,7 @@ def mikv(
     if not 0 < keep <= 1:
         raise ValueError(f"mikv: keep={keep}: the fraction of tokens that stays as it is, above 0 and at most 1")
     low = Affine(bits=bits, group=group)
-    keys = made(moments, Equalised(inner=low)) if balance else low
+    keys = with_folder(moments, Equalised(inner=low)) if balance else low
     return dict(score=Accumulated(), tiers=(TierSpec(size=float(keep)), TierSpec(k=keys, v=low)), recent=recent)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.config import TierSpec
-from jkv.methods.eviction.queries import Filtered, Phased, given
+from jkv.methods.eviction.queries import Filtered, Phased, with_folder
 from jkv.methods.quantization import Dense
 from jkv.methods.quantization.think import Thinned
 from jkv.methods.registry import Axes, row
@@ -18,7 +18,7 @@ from jkv.methods.registry import Axes, row
 def qfilters(size: Size, *, window: int = 64, queries: str | None = None) -> Axes:
     """Q-Filters: keys along the direction of most queries; `queries` is a folder of `jkv calibrate queries`."""
     window = at_most(window, size.tokens, 2)
-    score = Filtered() if queries is None else given(queries, Filtered())
+    score = Filtered() if queries is None else with_folder(queries, Filtered())
     return dict(score=score, budget=size, recent=window)
 
 
@@ -32,7 +32,7 @@ def triattention(size: Size, *, block: int = 128, queries: str | None = None) ->
 
     `queries`: a folder of `jkv calibrate queries`; tokens leave every `block` steps.
     """
-    score = Phased() if queries is None else given(queries, Phased())
+    score = Phased() if queries is None else with_folder(queries, Phased())
     return dict(score=score, budget=size, block=at_most(block, size.tokens, 1))
 
 
@@ -55,4 +55,4 @@ def think(*, share: float = 0.4, recent: int = 32, window: int = 32, queries: st
     keys = Thinned(share=float(share), window=window if queries is None else 0)
     if keys.taught:
         return dict(tiers=(TierSpec(k=keys, v=Dense()), TierSpec(k=Dense(), v=Dense())), recent=recent)
-    return dict(codec=(keys if queries is None else given(queries, keys), Dense()), recent=recent)
+    return dict(codec=(keys if queries is None else with_folder(queries, keys), Dense()), recent=recent)

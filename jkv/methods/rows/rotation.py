@@ -7,7 +7,7 @@ from typing import Literal
 
 from jkv.methods.config import TierSpec
 from jkv.methods.quantization import Affine, Dense
-from jkv.methods.quantization.calibrated import Centered, Principal, Sorted, made
+from jkv.methods.quantization.calibrated import Centered, Principal, Sorted, with_folder
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.lookup import Bfp, Levels
 from jkv.methods.quantization.rotation import Rotated
@@ -36,7 +36,7 @@ def turboquant(
     moments`; the mean of values is small.
     """
     inner = Levels(bits=bits, unbiased=unbiased)
-    k: Codec = made(moments, Centered(inner=inner)) if center else Rotated(inner=inner)
+    k: Codec = with_folder(moments, Centered(inner=inner)) if center else Rotated(inner=inner)
     v = Rotated(inner=inner if values is None else replace(inner, bits=values), signs=1)
     return dict(codec=(k, v))
 
@@ -69,7 +69,7 @@ def ksort(*, mantissa: int = 4, block: int = Widest(32), moments: str | None = N
     moments: a folder of `jkv calibrate moments`.
     """
     inner = Bfp(mantissa=mantissa, block=block)
-    return dict(codec=(made(moments, Sorted(inner=inner)), inner))
+    return dict(codec=(with_folder(moments, Sorted(inner=inner)), inner))
 
 
 @row(
@@ -88,7 +88,7 @@ def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: Positive = 1
         Principal(inner=inner, share=float(keys), side="keys"),
         Principal(inner=inner, share=float(values), side="values"),
     )
-    return dict(codec=(made(moments, k), made(moments, v)))
+    return dict(codec=(with_folder(moments, k), with_folder(moments, v)))
 
 
 @row(

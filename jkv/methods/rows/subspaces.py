@@ -8,7 +8,7 @@ from jkv.methods.config import TierSpec
 from jkv.methods.eviction.keys import UnitOutlier
 from jkv.methods.prefill.deferred import Deferred
 from jkv.methods.quantization import Affine, Dense, LowRank, Merged, OfPrompt, Stretches
-from jkv.methods.quantization.calibrated import Side, made
+from jkv.methods.quantization.calibrated import Side, with_folder
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.rotation import Rotated
 from jkv.methods.registry import Axes, Positive, row
@@ -33,7 +33,7 @@ def palu(
     inner = Dense() if bits == 16 else Rotated(inner=Affine(bits=bits), signs=None)
 
     def side(share: float, side: Side) -> Codec:
-        return made(moments, LowRank(inner=inner, share=float(share), heads=heads, side=side))
+        return with_folder(moments, LowRank(inner=inner, share=float(share), heads=heads, side=side))
 
     return dict(tiers=(TierSpec(k=side(keys, "plain"), v=side(values, "values"), rope="read"),))
 
@@ -48,7 +48,9 @@ def kvheads(*, heads: int = 4, moments: str | None = None) -> Axes:
 
     heads: 0 for all; all, too, where there are fewer. moments: a folder of `jkv calibrate moments`.
     """
-    k, v = (made(moments, LowRank(inner=Dense(), share=None, heads=heads, side=side)) for side in ("keys", "values"))
+    k, v = (
+        with_folder(moments, LowRank(inner=Dense(), share=None, heads=heads, side=side)) for side in ("keys", "values")
+    )
     return dict(tiers=(TierSpec(k=k, v=v),))
 
 
@@ -71,7 +73,7 @@ def cskv(
         coded = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits)
     k = LowRank(inner=coded[0], share=float(keys), side="plain")
     v = LowRank(inner=coded[1], share=float(values), side="values")
-    tier = TierSpec(k=made(moments, k), v=made(moments, v), rope="read")
+    tier = TierSpec(k=with_folder(moments, k), v=with_folder(moments, v), rope="read")
     return dict(tiers=(tier,), recent=0, block=group)
 
 

@@ -48,14 +48,14 @@ class Vote:
         return jnp.where(live & some.any(over, keepdims=True)[:, :, 0], voted[:, :, 0], -jnp.inf)
 
 
-def asked(q: Array) -> Array:
+def scaled_queries(q: Array) -> Array:
     """f32[B,H,G,D]: queries times 1 / sqrt(D), so that products with keys are scaled as in attention."""
     return q.astype(jnp.float32) * q.shape[-1] ** -0.5
 
 
 def logits(q: Array, keys: Array) -> Array:
     """f32[B,H,G,U]: products of queries f[B,H,G,D] and one key f[B,H,U,D] per unit, scaled as in attention."""
-    return jnp.einsum("bhgd,bhud->bhgu", asked(q), keys.astype(jnp.float32))
+    return jnp.einsum("bhgd,bhud->bhgu", scaled_queries(q), keys.astype(jnp.float32))
 
 
 @part

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part, value
-from jkv.methods.selection.base import Ranked, Vote, asked
+from jkv.methods.selection.base import Ranked, Vote, scaled_queries
 from jkv.protocols import Entered, Look, Needs
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -79,7 +79,7 @@ class Factors(Ranked):
         return jnp.einsum("bhnud,bhdr->bhnur", new.k.astype(jnp.float32), new.memo.k).astype(jnp.bfloat16)
 
     def score(self, look: Look) -> Array:
-        q = jnp.einsum("bhgd,bhdr->bhgr", asked(look.q), look.memo.q)
+        q = jnp.einsum("bhgd,bhdr->bhgr", scaled_queries(look.q), look.memo.q)
         return jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32)).max(-1)
 
 

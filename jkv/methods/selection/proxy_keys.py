@@ -11,7 +11,7 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part, value
 from jkv.io import trained_weights
-from jkv.methods.selection.base import Ranked, Vote, asked
+from jkv.methods.selection.base import Ranked, Vote, scaled_queries
 from jkv.protocols import Entered, Look, Selector
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Proxies(Ranked):
 
     def score(self, look: Look) -> Array:
         assert self.basis is not None
-        q = jnp.einsum("bhgd,hdr->bhgr", asked(look.q), self.basis)
+        q = jnp.einsum("bhgd,hdr->bhgr", scaled_queries(look.q), self.basis)
         each = jnp.einsum("bhgr,bhnur->bhgnu", q, look.summary.astype(jnp.float32))
         score = each.max(-1)
         if self.gap:

@@ -8,7 +8,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
-from jkv.methods.selection.base import Ranked, asked
+from jkv.methods.selection.base import Ranked, scaled_queries
 from jkv.protocols import Entered, Look
 
 
@@ -28,7 +28,7 @@ class PageBound(Ranked):
         return new.k.min(3), new.k.max(3)
 
     def score(self, look: Look) -> Array:
-        return self.bounds(asked(look.q), look.summary)
+        return self.bounds(scaled_queries(look.q), look.summary)
 
     def bounds(self, q: Array, summary: tuple[Array, Array]) -> Array:
         """f32[B,H,G,U]: bounds of queries f32[B,H,G,D] and pages (kmin, kmax) [B,H,U,D]."""

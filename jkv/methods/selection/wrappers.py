@@ -82,7 +82,7 @@ class Around(Selector):
 
 
 @part
-class Given(Selector):
+class ReusedPages(Selector):
     """IndexCache: read what the nearest layer below selected. No summary. Source: 2603.12201."""
 
     unit: int = 1
@@ -128,7 +128,7 @@ class OverLayers(Around):
             )
         own = self.select.for_layer(model, layer)
         first = all(self.select.for_layer(model, i) is None for i in range(layer))
-        return own if own is None or first or self.picks(layer) else Given(unit=self.unit, most=self.most)
+        return own if own is None or first or self.picks(layer) else ReusedPages(unit=self.unit, most=self.most)
 
 
 @value

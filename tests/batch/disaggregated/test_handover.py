@@ -36,7 +36,7 @@ from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer, Slots
 from jkv.engine.prefill import Prefilling
 from jkv.engine.request import Request, Settings
-from jkv.engine.scheduler import Bucket, alone
+from jkv.engine.scheduler import Bucket, single_row
 from jkv.engine.spec import Shapes
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.errors import FormatError
@@ -77,7 +77,7 @@ def test_rows_that_were_handed_over_have_the_tokens_of_one_process(case: rig.Cas
     prompts, slots = Prefilling(case.params, shapes, Cost()), Slots(case.params, shapes, Cost())
     handed, path = [], tmp_path / "row.cache"
     for row in rows:
-        filled = prompts.read(alone(bucket, row))
+        filled = prompts.read(single_row(bucket, row))
         save_cache(filled.cache, path, case.params)
         handed.append(replace(filled, cache=load_cache(path, case.params), logits=np.asarray(filled.logits)))
 
@@ -335,7 +335,7 @@ def test_workers_whose_weights_alone_do_not_fit_are_refused(tmp_path: Path, monk
 
 def test_jobs_that_stages_cannot_run_are_refused(tmp_path: Path):
     task = job(tmp_path)
-    mesh = sharding.MeshPlan(sharding.named("model=1", jax.devices(), task.params.config))
+    mesh = sharding.MeshPlan(sharding.parse_mesh("model=1", jax.devices(), task.params.config))
     for refused, why in (
         (replace(task, over=mesh), "leave out --mesh"),
         (replace(task, shares=True), "share beginnings by a store only"),

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jkv.batch.disaggregated.simulation import Asked, Costs, Served, Simulation, arrivals, best, in_time, plans
+from jkv.batch.disaggregated.simulation import (
+    Costs,
+    Served,
+    SimulatedRequest,
+    Simulation,
+    arrivals,
+    best,
+    in_time,
+    plans,
+)
 from jkv.cli.app import app
 
 COSTS = Costs(token=1.0, step=0.5, slots=2, block=4, ahead=1)
@@ -19,13 +28,13 @@ COSTS = Costs(token=1.0, step=0.5, slots=2, block=4, ahead=1)
 def test_three_requests_by_hand():
     """One worker a stage. Prompts of 2, 3 and 1 s. The second is read from 2 to 5 and enters at the border at 6; the
     third is read until 6, and enters at 7, where the block ends with the last of its rows."""
-    asked = [Asked(0.0, 2, 9), Asked(0.0, 3, 2), Asked(0.0, 1, 1)]
+    asked = [SimulatedRequest(0.0, 2, 9), SimulatedRequest(0.0, 3, 2), SimulatedRequest(0.0, 1, 1)]
     got = Simulation(asked, (1, 1), COSTS).run()
     assert got == [Served(2.5, 6.5), Served(6.5, 7.0), Served(7.5, 7.5)]
 
 
 def test_in_time_is_a_share_of_both_deadlines():
-    asked = [Asked(1.0, 1, 3), Asked(1.0, 1, 3), Asked(1.0, 1, 1)]
+    asked = [SimulatedRequest(1.0, 1, 3), SimulatedRequest(1.0, 1, 3), SimulatedRequest(1.0, 1, 1)]
     served = [Served(2.0, 3.0), Served(2.0, 4.0), Served(9.0, 9.0)]
     assert in_time(asked, served, 1.0, 0.5) == 1 / 3 and in_time(asked, served, 1.0, 1.0) == 2 / 3
     assert in_time(asked, served, 8.0, 1.0) == 1 and in_time(asked, served, 0.9, 1.0) == 0
@@ -49,7 +58,7 @@ def test_every_request_is_served_in_its_time_and_more_workers_serve_more(every: 
 
 def test_roles_change_where_prompts_are_what_waits():
     """All of the work is prefilling: of four workers that decode two or more go."""
-    asked = [Asked(0.0, 10, 1)] * 40
+    asked = [SimulatedRequest(0.0, 10, 1)] * 40
     stays = Simulation(asked, (1, 4), COSTS)
     goes = Simulation(asked, (1, 4), Costs(**{**vars(COSTS), "every": 5.0}))
     late, soon = (max(x.last for x in run.run()) for run in (stays, goes))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jkv.generation.api import extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.generate import Result
-    from jkv.generation.receipt import Report
+    from jkv.generation.receipt import Receipt
     from jkv.generation.score import Scored, score
     from jkv.generation.step import branch, step
     from jkv.io.from_pytree import from_tree
@@ -35,7 +35,7 @@ __all__ = [
     "CATALOGUE",
     "Cache",
     "CacheConfig",
-    "Report",
+    "Receipt",
     "Result",
     "TierSpec",
     "branch",
@@ -62,7 +62,7 @@ _HOMES = {
     "CATALOGUE": "methods",
     "Cache": "cache.cache",
     "CacheConfig": "methods.config",
-    "Report": "generation.receipt",
+    "Receipt": "generation.receipt",
     "Result": "generation.generate",
     "TierSpec": "methods.config",
     "branch": "generation.step",

@@ -227,9 +227,9 @@ CODED = [
 @pytest.mark.parametrize("text", CODED[:: len(CODECS) + 1], ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
 def test_what_goes_together_answers(text):
     out = jkv.generate(rig.PARAMS, text, list(range(3, 93)), max_new_tokens=40, compare=True)  # two flushes
-    assert out.report.config == text and len(out.tokens) == 40
-    assert out.report.bytes_kept == out.report.bytes_predicted
-    assert 0 < out.report.kl < 2  # of a model whose logits are far from even
+    assert out.receipt.config == text and len(out.tokens) == 40
+    assert out.receipt.bytes_kept == out.receipt.bytes_predicted
+    assert 0 < out.receipt.kl < 2  # of a model whose logits are far from even
 
 
 @pytest.mark.slow

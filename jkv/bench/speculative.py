@@ -103,7 +103,7 @@ def _on(begun: Generation, params: Params, draft: str | Drafter | None) -> Resul
 def _row(kind: str, draft: str, found: Sequence[Found]) -> dict[str, Any]:
     plain, ms, results, equal = zip(*found, strict=True)
     plain, ms = np.asarray(plain), np.asarray(ms)
-    reports = [x.report for x in results]
+    reports = [x.receipt for x in results]
     each = [x.tokens_new / x.rows / (x.passes or 1) for x in reports]
     return {
         "kind": kind,
@@ -169,7 +169,7 @@ class Sure:
 
 def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: int) -> Found:
     results = turns([plain_, drafted], rounds)
-    plain, ms = (1e3 * np.median([x.report.decode_s / x.report.tokens_new for x in some]) for some in results)
+    plain, ms = (1e3 * np.median([x.receipt.decode_s / x.receipt.tokens_new for x in some]) for some in results)
     (a, *_), (b, *_) = results
     return float(plain), float(ms), b, a.tokens == b.tokens
 

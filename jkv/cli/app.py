@@ -270,7 +270,7 @@ def generate(
 
     if as_json:
         out = jkv.generate(params, cache, asked, **options)
-        report = asdict(out.report) | {"ratio": out.report.ratio}
+        report = asdict(out.receipt) | {"ratio": out.receipt.ratio}
         print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
         return
     if n == 1:
@@ -278,7 +278,7 @@ def generate(
     else:
         out = jkv.generate(params, cache, asked, **options)
         print("\n\n".join(f"[{i}] {text}" for i, text in enumerate(out.text)))
-    print(f"\n{out.report}", file=sys.stderr)
+    print(f"\n{out.receipt}", file=sys.stderr)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What the commands of jkv bench share: the refusals that come first, and the rows as they are measured."""
+"""Shared code of the `jkv bench` commands: argument checks, models, and saving results as they are measured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """Another engine. packages: what must be there, of an extra; caches: what is measured beside it by default; shared:
-    the module that says which caches both have, if not all; codes: it reads a .gguf file, as it is, not floats."""
+    """Another engine to compare with.
+
+    Attributes:
+        packages: Python packages that must be installed.
+        extra: Extra of jkv that installs them.
+        caches: Caches that are compared by default.
+        shared: Module that checks which caches both engines have; "" if all.
+        codes: Whether it reads a .gguf file's own blocks instead of float weights.
+    """
 
     packages: tuple[str, ...]
     extra: str
@@ -48,11 +55,16 @@ PEERS = {
 def start(
     specs: Iterable[str], machine: Machine, dtype: str | None = "float32", vs: str | None = None
 ) -> tuple[int, str]:
-    """Refuses what cannot work, cheapest first, and takes the cores: how many they are, and the type of weights.
+    """Check the arguments, cheapest first, and confine the process to its cores.
 
-    Raises ValueError, OSError.
+    Returns:
+        The number of cores, and the dtype of the weights.
+
+    Raises:
+        ValueError: A cache, dtype, thread count or peer cannot be used.
+        OSError: The result file cannot be written.
     """
-    cores = use_cores(machine.threads)  # before jax starts a thread for every core it may use
+    cores = use_cores(machine.threads)  # before jax starts one thread per available core
     from jkv import methods
     from jkv.bench import environment
     from jkv.io.load import dtype_of
@@ -92,7 +104,11 @@ def check_peer(vs: str, specs: Iterable[str]) -> None:
 
 
 def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
-    """The name of what is measured, and its config and tensors, read when called; raises ValueError."""
+    """Return the name of the measured model and its source (config, and tensors that are read lazily).
+
+    Raises:
+        ValueError: The model and weight options do not work together, or not with the peer `vs`.
+    """
     from jkv.bench.model_shapes import subject
     from jkv.io.load import check_weights
 
@@ -110,7 +126,7 @@ def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]
 
 
 def build(o: Subject, source: Source, dtype: str) -> Params:
-    """The weights, kept as --weights says; raises ValueError."""
+    """Load the weights in the format of --weights. Raises ValueError for a format that does not fit."""
     from jkv import models
     from jkv.io.load import kept
 
@@ -134,7 +150,16 @@ def measure(
     about: Row,
     out: Path | None,
 ) -> list[Row]:
-    """The rows, each in the file as soon as it is there, and the table of those there are, whatever ends it."""
+    """Collect measurements; save each one as it arrives, and print the table at the end, even after an error.
+
+    Args:
+        total: Number of expected rows, for the progress bar.
+        found: Starts the measurements.
+        says: Formats a row as a progress line.
+        table: Formats all rows as a table.
+        about: Metadata of the result file.
+        out: Result file; None for none.
+    """
     from jkv.bench import environment
 
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""jkv calibrate METHOD. Imports jax only when it runs."""
+"""The `jkv calibrate` commands. Import jax only when they run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jkv.cli.options import MODEL, Floats, Model, Weights
 
 calibrate = typer.Typer(
     no_args_is_help=True,
-    help="Measure what a method needs to know of a model's heads, keys and values; nothing is trained.",
+    help="Measure the model statistics (heads, keys, values) that a method needs; nothing is trained.",
 )
 
 
 def _check_free(out: Path) -> None:
-    """ValueError for a folder in which weights are already."""
+    """Raise ValueError if the folder holds weights already."""
     from jkv.io.trained_weights import CARD
 
     if (out / CARD).exists():
@@ -24,13 +24,13 @@ def _check_free(out: Path) -> None:
 
 
 def _calibrated(name: str, about: str, most: int, long: int) -> None:
-    """Adds the command that finds a method's heads."""
+    """Add the calibration command `name`, by default with `most` texts of `long` tokens."""
 
     def command(
         out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
         model: Model = MODEL,
         texts: Annotated[int, typer.Option(help="Number of texts.")] = most,
-        length: Annotated[int, typer.Option(help="Tokens of a text.")] = long,
+        length: Annotated[int, typer.Option(help="Tokens per text.")] = long,
         seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
         dtype: Floats = "float32",
         weights: Weights = None,
@@ -63,30 +63,36 @@ def _calibrated(name: str, about: str, most: int, long: int) -> None:
     calibrate.command(name, help=about)(command)
 
 
-_calibrated("compresskv", "Which heads of a layer find what was asked for.", 24, 1024)
-_calibrated("channels", "Which channels and directions of keys tell tokens apart, for selectors.", 4, 1024)
-_calibrated("moments", "Means, extremes and correlations of keys and values, for codecs.", 8, 1024)
-_calibrated("queries", "Means and directions of queries, for scores and codecs.", 8, 1024)
-_calibrated("sensitivity", "Means, correlations and levels of keys and values, by what depends on them.", 8, 1024)
-_calibrated("razorattention", "Which heads copy, so that they need all tokens.", 4, 1601)
+_calibrated("compresskv", "Find the retrieval heads of each layer.", 24, 1024)
+_calibrated("channels", "Find the key channels and directions that tell tokens apart, for selectors.", 4, 1024)
+_calibrated("moments", "Measure means, extremes and correlations of keys and values, for codecs.", 8, 1024)
+_calibrated("queries", "Measure means and directions of queries, for scores and codecs.", 8, 1024)
+_calibrated(
+    "sensitivity",
+    "Measure means, correlations and levels of keys and values, weighted by how much the output depends on them.",
+    8,
+    1024,
+)
+_calibrated("razorattention", "Find the copying heads, which need all tokens.", 4, 1601)
 
 
 @calibrate.command(
-    "layers", help="Which budget, and which codecs, each layer has, within so many bytes; the same command resumes it."
+    "layers",
+    help="Choose a budget and codecs for each layer within a byte limit. Run the same command again to resume.",
 )
 def layers(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
-    bytes: Annotated[str, typer.Option(help="Bytes of the cache of a text, everything counted, such as 2MiB.")],
+    bytes: Annotated[str, typer.Option(help="Byte limit of one text's cache, metadata included, such as 2MiB.")],
     model: Model = MODEL,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache whose budget, or whose codec of keys or of values, may be chosen; repeatable. Default: full, "
-            "int8 and turboquant of 4, 3, 2 bits."
+            help="Cache whose budget or codecs of keys or values a layer may get; repeatable. Default: full, "
+            "int8, and turboquant with 4, 3 and 2 bits."
         ),
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 1024,
+    length: Annotated[int, typer.Option(min=16, help="Tokens per text.")] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
     dtype: Floats = "float32",
 ) -> None:
@@ -108,7 +114,7 @@ def layers(
     params = load(model, dtype)
     search = Search(params, asked, length, most)
     ids = np.asarray(data.texts(params, SOURCES, length, texts, seed).ids)
-    kept = Measured(out / "measured.json", search.what(ids))  # a killed search goes on from there
+    kept = Measured(out / "measured.json", search.what(ids))  # a killed search resumes from this file
     with console.progress(search.steps) as say:
         arrays, told = search.run(ids, say, kept)
     card = dict(
@@ -122,15 +128,17 @@ def layers(
     print(f"write: planned(plan='{out}')")
 
 
-@calibrate.command("bitstack", help="The blocks of the weights, and their order; the same command resumes it.")
+@calibrate.command(
+    "bitstack", help="Decompose the weights into BitStack blocks and order them. Run the same command again to resume."
+)
 def bitstack(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder.")],
     model: Model = MODEL,
-    k: Annotated[int, typer.Option(min=1, help="Rank of a block.")] = 16,
-    levels: Annotated[int, typer.Option(min=1, help="Blocks of a matrix.")] = 16,
-    texts: Annotated[int, typer.Option(min=2, help="Number of texts, which say how large inputs are.")] = 16,
-    judged: Annotated[int, typer.Option(min=1, help="Texts whose perplexity orders the blocks.")] = 2,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    k: Annotated[int, typer.Option(min=1, help="Rank of each block.")] = 16,
+    levels: Annotated[int, typer.Option(min=1, help="Blocks per matrix.")] = 16,
+    texts: Annotated[int, typer.Option(min=2, help="Number of texts, which measure the scale of inputs.")] = 16,
+    judged: Annotated[int, typer.Option(min=1, help="Number of texts whose perplexity orders the blocks.")] = 2,
+    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0,
 ) -> None:
     import numpy as np
@@ -152,7 +160,7 @@ def bitstack(
     ids = np.asarray(data.texts(params, SOURCES, length, texts, seed).ids)
     what = dict(model=sampled(params.config, read(model).tensors), k=k, levels=levels, judged=judged)
     folder = own.Folder(out, what | dict(texts=digest([ids.tobytes()])))
-    kept = Measured(out / "measured.json", folder.what)  # a killed search goes on from there
+    kept = Measured(out / "measured.json", folder.what)  # a killed search resumes from this file
     with console.progress(bitstack.steps(params, levels)) as say:
         order = bitstack.calibrate(params, ids, judged, folder, kept, say)
     folder.finish(order, dict(name=model, sources=list(SOURCES), texts=texts, length=length, seed=seed))

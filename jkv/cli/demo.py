@@ -1,6 +1,6 @@
-"""A two-minute demonstration: one long prompt through a compressed cache, beside the full one.
+"""A two-minute demo: one long prompt with a compressed cache, compared with the full cache.
 
-Run it: python -m jkv.cli.demo (the text comes first; the comparison takes about a minute more)
+Run `python -m jkv.cli.demo`. The answer streams first; the comparison takes about a minute more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.table import Table
 from jkv.cli.app import MODEL, one_line, show, status
 
 if TYPE_CHECKING:
-    from jkv.generation.receipt import Report
+    from jkv.generation.receipt import Receipt
 
 CACHE = "snapkv(budget=512) | int4"
 NEW = 64
@@ -92,7 +92,7 @@ in low from the side.
 
 
 def prompt() -> list[dict[str, str]]:
-    """Chat messages of about 1,500 tokens: the fact in the first passage, the question after the last.
+    """Build a chat prompt of about 1,500 tokens: the fact is in the first passage, the question after the last.
 
     >>> ANSWER in prompt()[0]["content"][:400], prompt()[0]["content"].endswith(QUESTION)
     (True, True)
@@ -101,8 +101,8 @@ def prompt() -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Read these notes.\n\n{text}\n\nAnswer from the notes: {QUESTION}"}]
 
 
-def table(own: Report, full: Report) -> Table:
-    """Both receipts side by side; but for their speed, which one run of each, with new programs, does not tell."""
+def table(own: Receipt, full: Receipt) -> Table:
+    """Tabulate both receipts. Speed is left out, because one run each, compilation included, does not measure it."""
     out = Table(title=f"{own.tokens_prompt:,} tokens of prompt, {own.tokens_new} generated")
     out.add_column("")
     out.add_column(own.config, justify="right", style="bold cyan")
@@ -121,7 +121,7 @@ def table(own: Report, full: Report) -> Table:
 
 
 def main() -> None:
-    """Both caches on one prompt: the text as it comes, then the table, then one line of what was shown."""
+    """Run both caches on one prompt; print the answer as it streams, the table, and a one-line summary."""
     import jkv
 
     with status("loading the model"):
@@ -131,10 +131,10 @@ def main() -> None:
     with status("the same with the full cache"):
         full = jkv.generate(params, None, prompt(), max_new_tokens=NEW)
     print(f"\nthe full cache says: {str(full.text).strip()}\n")
-    Console().print(table(own.report, full.report))
+    Console().print(table(own.receipt, full.receipt))
     found = "the right answer" if ANSWER in own.text else "a wrong answer"
     also = "as does the full cache" if (ANSWER in full.text) == (ANSWER in own.text) else "unlike the full cache"
-    print(f"Shown: {CACHE} gives {found}, {also}, from a cache {own.report.ratio:.1f} times smaller.")
+    print(f"Shown: {CACHE} gives {found}, {also}, from a cache {own.receipt.ratio:.1f} times smaller.")
 
 
 if __name__ == "__main__":

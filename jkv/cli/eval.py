@@ -1,4 +1,4 @@
-"""jkv eval: quality of caches, a command an experiment. Imports jax only where a command needs it."""
+"""The `jkv eval` commands: quality of caches, one command per experiment. Import jax only where needed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
     from jkv.eval.experiments import Setting
     from jkv.eval.results import Results
 
-app = typer.Typer(no_args_is_help=True, help="Quality of caches: perplexity, fidelity, tasks; offline, and resumable.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure the quality of caches: perplexity, fidelity, tasks. Offline and resumable."
+)
 for command in (tokens, pack, unpack, weights):
     app.command()(command)
 
 ENDLESS = "streaming(budget=512)"
-Frozen = Annotated[bool, typer.Option("--frozen", help="Compress the prefix only, nothing after it.")]
-Layers = Annotated[bool, typer.Option("--layers", help="Also compress one layer at a time.")]
+Frozen = Annotated[bool, typer.Option("--frozen", help="Compress only the prefix.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Also measure each layer compressed alone.")]
 
 
 def _texts(s: Setting, text: Text, rest: int, samples: int, endless: bool = False) -> tuple[Any, Any]:
-    """Token ids of texts of `text.prefix` tokens and `rest` more, and what they were taken from."""
+    """Return token ids of `samples` texts with `text.prefix` + `rest` tokens each, and the name of their source."""
     from jkv.eval import experiments
 
     return experiments.texts(
@@ -39,7 +41,7 @@ def _texts(s: Setting, text: Text, rest: int, samples: int, endless: bool = Fals
 
 
 def _spare(found: Results) -> None:
-    """Which layers to spare, of what was measured layer by layer."""
+    """Print which layers to exclude from compression, for rows measured layer by layer."""
     for row in found.rows:
         if "spare" in row:
             print(f"{row['cache']}: spare layers {row['spare'] or 'none'}")
@@ -48,7 +50,7 @@ def _spare(found: Results) -> None:
 @app.command()
 @flat
 def ppl(o: Compared, text: Text, catalogue: Catalogue = False, frozen: Frozen = False) -> None:
-    """Perplexity of a text's continuation, token by token through the compressed cache of its beginning."""
+    """Measure perplexity of a text's continuation, decoded token by token after its compressed prefix."""
     from jkv.eval import experiments
 
     s = setting(o, o.cache, text.prefix, o.batch, catalogue)
@@ -67,7 +69,7 @@ def fidelity(
     frozen: Frozen = False,
     layers: Layers = False,
 ) -> None:
-    """KL to the full cache, top-1 agreement, first divergence, attention kept; which layers to spare."""
+    """Compare with the full cache: KL, top-1 agreement, first divergence, attention kept; layers to exclude."""
     from jkv.eval import experiments
 
     s = setting(o, o.cache, text.prefix, o.batch, catalogue)
@@ -81,7 +83,7 @@ def fidelity(
 @app.command()
 @flat
 def codecs(o: Compared, text: Text = Text(prefix=128, rest=896), layers: Layers = False) -> None:
-    """What codecs cost, a forward pass each: every token attends to keys and values as they are stored."""
+    """Measure the loss of codecs in one forward pass each, where every token attends to dequantized KV."""
     from jkv.eval import experiments
 
     s = setting(o, o.cache, text.prefix)
@@ -97,7 +99,7 @@ def codecs(o: Compared, text: Text = Text(prefix=128, rest=896), layers: Layers 
 @app.command()
 @flat
 def spare(o: Compared = Compared(samples=1), text: Text = Text(prefix=128, rest=128)) -> None:
-    """Propose exact_layers= for a cache: one pass over a short text finds layers that its codes move out of line."""
+    """Propose exact_layers= for a cache: one pass over a short text finds layers that quantization hurts most."""
     from jkv.eval import experiments
 
     if not o.cache:
@@ -118,12 +120,14 @@ def spare(o: Compared = Compared(samples=1), text: Text = Text(prefix=128, rest=
 @flat
 def endless(
     o: Measured,
-    cache: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {ENDLESS}.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help=f"Cache to measure; repeatable. Default: {ENDLESS}.")] = None,
     text: Text = Text(corpus="stdlib", prefix=1024),
     length: Annotated[int, typer.Option(help="Tokens of the text.")] = 100_000,
-    points: Annotated[int, typer.Option(help="Positions to measure at, the first after --prefix tokens.")] = 11,
+    points: Annotated[
+        int, typer.Option(help="Number of positions to measure at, the first after --prefix tokens.")
+    ] = 11,
 ) -> None:
-    """Perplexity ever farther into one text, beside that of the same tokens after the few before them alone."""
+    """Measure perplexity along one long text, compared with the same tokens given only a short context."""
     from jkv.eval import experiments
 
     s = setting(o, cache or [ENDLESS], text.prefix)
@@ -144,7 +148,7 @@ def attention(
     text: Text = Text(rest=64),
     spared: Annotated[int, typer.Option(help="First layers to leave out of the mean.")] = 2,
 ) -> None:
-    """The share of the full model's attention that each step of a cache reads: what eviction or selection leaves."""
+    """Measure the share of full attention that each decode step still reads after eviction or selection."""
     from jkv.eval import experiments
 
     s = setting(o, o.cache, text.prefix, o.batch)
@@ -163,7 +167,7 @@ def picks(
     text: Text = Text(rest=16),
     spared: Annotated[int, typer.Option(help="First layers to leave out of the mean.")] = 2,
 ) -> None:
-    """The share of attention in what selectors pick of a full cache: one pass of the model, and no cache."""
+    """Measure the share of attention in the tokens selectors pick from a full cache, in one forward pass."""
     from jkv.eval import experiments
 
     s = setting(o, o.cache, text.prefix, o.batch)
@@ -194,12 +198,14 @@ RENEWS = ("pie", "cacheblend(ratio=0.16)", "kvshare")
 @flat
 def reuse(
     o: Compared = Compared(samples=20),
-    bed: Annotated[str, typer.Option(help="documents, edits or agents.")] = "documents",
-    renew: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {', '.join(RENEWS)}.")] = None,
-    length: Annotated[int, typer.Option(min=64, help="Tokens of a text that was read before.")] = 96,
-    timed: Annotated[bool, typer.Option("--times", help="Milliseconds to the first token instead.")] = False,
+    bed: Annotated[str, typer.Option(help="Workload: documents, edits or agents.")] = "documents",
+    renew: Annotated[
+        list[str] | None, typer.Option(help=f"Recompute policy; repeatable. Default: {', '.join(RENEWS)}.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=64, help="Tokens per reused text.")] = 96,
+    timed: Annotated[bool, typer.Option("--times", help="Measure time to first token instead.")] = False,
 ) -> None:
-    """Texts that were read before, in prompts: KL and needles beside prompts read whole, and tokens read."""
+    """Measure reuse of cached texts anywhere in a prompt: KL and needles against full prefill, tokens recomputed."""
     from jkv.eval import experiments
     from jkv.eval.chunk_reuse import BEDS, summed
     from jkv.prefix_cache.recompute import renewal
@@ -228,14 +234,20 @@ def reuse(
 @app.command()
 def store(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
-    model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
-    evict: Annotated[list[str] | None, typer.Option(help="lru, belady, lpc:FILE. Default: lru and belady.")] = None,
-    blocks: Annotated[
-        list[int] | None, typer.Option(min=1, help="Blocks of 64 tokens. Default: shares of all.")
+    model: Annotated[str, typer.Option(help="Model whose tokenizer encodes texts and messages.")] = MODEL,
+    evict: Annotated[
+        list[str] | None,
+        typer.Option(help="Eviction policy: lru, belady, lpc:FILE; repeatable. Default: lru and belady."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Also write the rows to this file.")] = None,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Store size in blocks of 64 tokens; repeatable. Default: 1% to 40% of all."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Also write the results to this file.")
+    ] = None,
 ) -> None:
-    """What a store would have found of a trace of prompts, by what goes first when it is full; no model runs."""
+    """Simulate the hit rate of a prefix cache on a trace of prompts, by eviction policy and size. No model runs."""
     from jkv.bench.environment import check_path
     from jkv.eval.results import PACKAGES, digest
     from jkv.eval.store_replay import encoder, rows
@@ -262,18 +274,18 @@ def store(
 
 @app.command()
 def report(
-    files: Annotated[list[str], typer.Argument(help="Result files of these commands.")],
-    plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw quality against bytes and time.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="One page to explore; it needs no network.")] = None,
+    files: Annotated[list[str], typer.Argument(help="Result files of jkv eval.")],
+    plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Plot quality against bytes and time.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained interactive page.")] = None,
 ) -> None:
-    """One table of result files, their pictures, and a page to explore them."""
+    """Show result files as one table; optionally plot them or write an interactive page."""
     from jkv.eval.pareto import load, points
     from jkv.eval.report import table
 
     found = load(files)
     if not any(rows for *_, rows in found):
         raise ValueError("these files have no rows yet: run jkv eval first")
-    measured = points(found)  # picks of selectors are none: they have a picture alone
+    measured = points(found)  # rows of `picks` have no cache bytes: they are only plotted
     if html is not None and not measured:
         raise ValueError("--html: these rows have no bytes of a cache; --plots draws them")
     if measured:

@@ -1,4 +1,4 @@
-"""What the commands of jkv eval share: the setting of a measurement, and what is shown of it."""
+"""Shared code of the `jkv eval` commands: set up a measurement, show its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from jkv.eval.results import Results
     from jkv.models import Params
 
-Catalogue = Annotated[bool, typer.Option("--catalogue", help="Every method, at 0.5, 0.25 and 0.125 of the tokens.")]
+Catalogue = Annotated[
+    bool, typer.Option("--catalogue", help="Measure every method, at 0.5, 0.25 and 0.125 of the tokens.")
+]
 
 
 def setting(
@@ -27,13 +29,25 @@ def setting(
     batch: int = 1,
     catalogue: bool = False,
 ) -> Setting:
-    """The setting; length: of what is compressed, of which the catalogue takes its shares."""
+    """Parse the caches, load the model, and return the setting of a measurement.
+
+    Args:
+        o: The shared options.
+        caches: Caches to measure; None or empty for the full cache (or for the catalogue alone).
+        length: Tokens that are compressed, or a function of the model that returns them. The catalogue's budgets are
+            fractions of it.
+        batch: Rows at a time.
+        catalogue: Whether to add every method of the catalogue.
+
+    Raises:
+        ValueError: A cache cannot be parsed, or the batch size is below 1.
+    """
     from jkv.eval import experiments
     from jkv.io.load import load
     from jkv.methods import parse
 
     names = list(caches or ([] if catalogue else ["full"]))
-    for name in names:  # what is wrong is said before anything is loaded
+    for name in names:  # an invalid cache raises before anything is loaded
         parse(name)
     if batch < 1:
         raise ValueError(f"batch={batch}: rows at a time, 1 or more")
@@ -44,7 +58,7 @@ def setting(
 
 
 def folder(path: Path) -> Path:
-    """A folder, made, that files can be written into; OSError says why not, before anything is measured."""
+    """Create a writable folder. Raises OSError before anything is measured if that fails."""
     from jkv.bench.environment import check_path
 
     path = path.expanduser()

@@ -1,4 +1,4 @@
-"""jkv eval: questions that are answered through caches. Imports jax only where a command needs it."""
+"""The `jkv eval` commands for question answering and retrieval tasks. Import jax only where needed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from jkv.eval.results import Results
     from jkv.models import Params
 
-Length = Annotated[int, typer.Option(help="Tokens of a whole prompt.")]
-Names = Annotated[list[str] | None, typer.Option("--tasks", help="A task; repeatable. Default: all.")]
+Length = Annotated[int, typer.Option(help="Tokens per prompt, question included.")]
+Names = Annotated[list[str] | None, typer.Option("--tasks", help="Task name; repeatable. Default: all.")]
 Folders = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Also write folders as kvpress's evaluation does.")
+    Path | None, typer.Option(metavar="FOLDER", help="Also write results in the folder layout of kvpress's evaluation.")
 ]
-Seen = Annotated[str, typer.Option("--question", help="seen: compressed with the question; unseen: before it; both.")]
+Seen = Annotated[
+    str, typer.Option("--question", help="Compress the context with the question (seen), before it (unseen), or both.")
+]
 
-CUT = 120  # characters that were once kept of an answer
+CUT = 120  # characters to which older versions cut answers
 
 
 def _asked(question: str) -> list[bool]:
@@ -34,7 +36,7 @@ def _asked(question: str) -> list[bool]:
 
 
 def _check_whole(found: Results) -> None:
-    """ValueError for a file with rows of an older jkv, which kept the beginnings of answers."""
+    """Raise ValueError for a result file of an older jkv, which truncated answers."""
     longest: dict[tuple[str, str], int] = {}
     for row in found.rows:
         key = row["cache"], row["question"]
@@ -60,7 +62,7 @@ def ruler(
     question: Seen = "seen",
     kvpress: Folders = None,
 ) -> None:
-    """The 13 RULER tasks (2404.06654) in our own words, generated offline."""
+    """Run the 13 RULER tasks (2404.06654), reimplemented and generated offline."""
     from jkv.eval import experiments, leaderboard, tasks
     from jkv.eval import kvpress_dataset as files
 
@@ -81,16 +83,16 @@ def ruler(
 
 @flat
 def dataset(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder of them: JSON, CSV, Parquet.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="JSON, CSV or Parquet file, or a folder of them.")],
     o: Compared = Compared(samples=0),
     task: Names = None,
     question: Seen = "unseen",
-    length: Annotated[int | None, typer.Option(min=1, help="Cut contexts to their first N tokens.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Truncate contexts to their first N tokens.")] = None,
     kvpress: Folders = None,
 ) -> None:
-    """RULER and LongBench from your files, in the columns of simonjegou/ruler and Xnhyacinth/LongBench.
+    """Run RULER and LongBench from your files, with the columns of simonjegou/ruler and Xnhyacinth/LongBench.
 
-    Asked, cut into tokens and scored as kvpress does. --samples: first rows of a task; 0: all.
+    Prompts, tokenization and scores are those of kvpress. --samples: first rows of each task; 0: all.
     """
     from jkv.eval import kvpress_dataset as files
     from jkv.eval import leaderboard
@@ -119,12 +121,12 @@ def dataset(
 @flat
 def niah(
     o: Compared = Compared(samples=1),
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 512, 1024.")] = None,
-    depths: Annotated[int, typer.Option(help="Even depths from start to end.")] = 5,
+    length: Annotated[list[int] | None, typer.Option(help="Prompt tokens; repeatable. Default: 512, 1024.")] = None,
+    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced from start to end.")] = 5,
     question: Seen = "seen",
-    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw the heat maps.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Plot heat maps into this folder.")] = None,
 ) -> None:
-    """Needle in a haystack: a grid of lengths and depths, and its heat map."""
+    """Run needle in a haystack on a grid of lengths and depths, optionally with heat maps."""
     from jkv.eval import experiments
 
     if depths < 2:
@@ -145,9 +147,11 @@ def multiturn(
     catalogue: Catalogue = False,
     task: Names = None,
     length: Length = 1536,
-    mode: Annotated[list[str] | None, typer.Option(help="reused, turns, rebuilt; repeatable. Default: all.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="Mode: reused, turns, rebuilt; repeatable. Default: all.")
+    ] = None,
 ) -> None:
-    """Several questions about one context in the manner of SCBench (2412.10319), and one that has no answer."""
+    """Ask several questions about one context, as SCBench (2412.10319) does, including one without an answer."""
     from jkv.eval import experiments, tasks
     from jkv.eval.tasks import scbench
 
@@ -169,16 +173,18 @@ def multiturn(
 @flat
 def harness(
     o: Compared = Compared(samples=0, batch=8),
-    tasks: Annotated[list[str] | None, typer.Option("--tasks", help="A task's name; repeatable.")] = None,
-    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="More tasks: a folder of their YAML.")] = None,
-    shots: Annotated[int | None, typer.Option(help="Worked examples in a prompt. Default: the task's own.")] = None,
-    question: Annotated[str, typer.Option(help="seen: compressed with the context; unseen: read after it.")] = "seen",
-    marker: Annotated[str, typer.Option(help="Text that begins a question which is not seen.")] = "\nQuestion:",
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts in the model's chat template.")] = False,
+    tasks: Annotated[list[str] | None, typer.Option("--tasks", help="Task name; repeatable.")] = None,
+    include: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder with YAML of further tasks.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Few-shot examples per prompt. Default: the task's own.")] = None,
+    question: Annotated[
+        str, typer.Option(help="seen: compressed with the context; unseen: prefilled after compression.")
+    ] = "seen",
+    marker: Annotated[str, typer.Option(help="Text at which an unseen question starts.")] = "\nQuestion:",
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
 ) -> None:
-    """Tasks of lm-evaluation-harness through compressed caches, and whether they reached the budget at all.
+    """Run lm-evaluation-harness tasks with compressed caches; flags tasks whose prompts never reach the budget.
 
-    --samples: examples of a task; 0: all.
+    --samples: examples per task; 0: all.
     """
     from jkv.eval import harness as backend
 

@@ -31,7 +31,9 @@ Weights = Annotated[
 ]
 PrefillDtype = Annotated[
     str | None,
-    typer.Option(help="Type of matrix products in prefill; bfloat16 is faster on many CPUs. Default: --dtype."),
+    typer.Option(
+        help="Type of matrix products in prefill; bfloat16 is faster on CPUs with AVX512-BF16 or AMX. Default: --dtype."
+    ),
 ]
 Mesh = Annotated[
     str | None, typer.Option(help="Device mesh to shard over, such as data=2,model=4. Default: one device.")

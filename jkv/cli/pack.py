@@ -1,4 +1,4 @@
-"""jkv eval pack and unpack. Import jax only when they run."""
+"""The `jkv eval pack` and `jkv eval unpack` commands. Import jax only when they run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CACHE = "streaming(budget=512) | int4"
 
 @flat
 def pack(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A UTF-8 text.")],
-    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="The packed file.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text file.")],
+    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="Output file.")],
     model: Model = MODEL,
-    cache: Annotated[str, typer.Option(help="The cache whose steps give the probabilities.")] = CACHE,
+    cache: Annotated[str, typer.Option(help="Cache that the model predicts through.")] = CACHE,
     dtype: Dtype = None,
     weights: Weights = None,
 ) -> None:
-    """A text in as many bits as the model is surprised by it, through a cache; what packed it unpacks it."""
+    """Compress a text losslessly with the model's predictions through a cache. Unpacking needs the same model."""
     try:
         text = file.expanduser().read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -45,13 +45,13 @@ def pack(
 
 @flat
 def unpack(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of jkv eval pack.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Default: stdout.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by jkv eval pack.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="PATH", help="Output file. Default: stdout.")] = None,
     model: Model = MODEL,
     dtype: Dtype = None,
     weights: Weights = None,
 ) -> None:
-    """The text of a packed file, by the model and the cache that packed it."""
+    """Restore the text of a packed file, with the model and the cache that packed it."""
     from jkv.bench.environment import check_path
     from jkv.eval import pack as own
     from jkv.io.load import load

@@ -1,4 +1,4 @@
-"""jkv plan. Imports jax only when it runs."""
+"""The `jkv plan` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -32,33 +32,39 @@ NUMBERS = (
 
 def plan(
     model: Annotated[
-        str, typer.Option(help="A public model's shape, such as llama-3.1-8b; a folder, .gguf or hub id.")
+        str, typer.Option(help="Shape of a public model, such as llama-3.1-8b; or folder, .gguf file, hub id.")
     ],
-    topology: Annotated[str, typer.Option(help="TPUs, v5e:2x4 or v5e:1x1; a GPU: h200, h100; or cpu: this machine.")],
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a row, answer included.")] = 8192,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
-    cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable. Default: full.")] = None,
+    topology: Annotated[
+        str, typer.Option(help="Target: TPUs (v5e:2x4, v5e:1x1), a GPU (h200, h100), or cpu (this machine).")
+    ],
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sequence, prompt and answer.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    cache: Annotated[list[str] | None, typer.Option(help="Cache to plan for; repeatable. Default: full.")] = None,
     chunk: Chunk = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and exact tokens.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and unquantized KV.")] = "bfloat16",
     weights: Weights = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Such as data=2,model=4,context=2. Default: model as large as kv heads allow.")
+        str | None,
+        typer.Option(help="Mesh, such as data=2,model=4,context=2. Default: model as large as kv heads allow."),
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Also the collectives of a step and a flush.")
+        bool, typer.Option("--collectives", help="Also list the collectives of a decode step and a flush.")
     ] = False,
     costs: Annotated[
-        bool, typer.Option("--costs", help="Also FLOPs, bytes moved and cycles, by the compiler, and their times.")
+        bool,
+        typer.Option(
+            "--costs", help="Also show the compiler's FLOPs, bytes moved and cycles, and the times they imply."
+        ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Also write the programs to this file.")
+        Path | None, typer.Option("--json", metavar="PATH", help="Also write the results to this file.")
     ] = None,
     largest: Annotated[
-        bool, typer.Option("--largest", help="Search the largest batch that fits a decode step.")
+        bool, typer.Option("--largest", help="Search for the largest batch whose decode step fits.")
     ] = False,
 ) -> None:
-    """Compile a job for an accelerator that need not be here: does it fit, and what takes the memory?"""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and an accelerator that is here stays free
+    """Check whether a job fits an accelerator you do not have, by compiling it ahead of time."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, so a local accelerator stays free
     from jkv import methods
     from jkv.aot.memory_estimate import TRIES, Job, gib, programs
     from jkv.aot.memory_estimate import largest as search
@@ -92,7 +98,7 @@ def plan(
 
 
 def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
-    """What a job is told of the weights: their model, type and form, and what they are in a file."""
+    """Return the weight arguments of a `Job`: model config, dtype, weight format and the blocks of a file."""
     import jax.numpy as jnp
 
     from jkv import models
@@ -108,7 +114,7 @@ def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
 
 
 def _show(rows: list[tuple[str, Program]], machine: Target, costs: bool, collectives: bool) -> None:
-    """The tables of the programs that were compiled, and what the compiler says of those that it refused."""
+    """Print the tables of the compiled programs, and the compiler's messages for the ones that failed."""
     from jkv.aot import memory_estimate as plan
     from jkv.aot.collectives import table as messages
 

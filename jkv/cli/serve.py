@@ -25,7 +25,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to bind. Anything but localhost requires a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="Model name shown to clients. Default: --model.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Requests per running batch.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences per running batch.")] = 8,
     prompt_tokens_limit: Annotated[
         int | None,
         typer.Option(min=1, help="Longest prompt in tokens. Default: 2048, or less if the context is smaller."),
@@ -35,7 +35,7 @@ def serve(
         typer.Option(min=1, help="Longest answer in tokens. Default: 512, or less if the context is smaller."),
     ] = None,
     caches: Annotated[int, typer.Option(min=1, help="Most caches with a running batch at once.")] = 4,
-    queue: Annotated[int, typer.Option(min=1, help="Most waiting requests; further ones get status 429.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Most waiting sequences; further requests get status 429.")] = 64,
     token_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help=f"File with the API token. Default: ${TOKEN}, else none.")
     ] = None,

@@ -1,4 +1,4 @@
-"""jkv bench stages. Imports jax only when it runs."""
+"""The `jkv bench stages` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def stages(
-    job: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Output folder of a job that ran with jkv batch --stages.")
-    ],
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Processes, of which each stage gets one or more.")] = 4,
-    first: Annotated[float, typer.Option(min=0, help="Seconds within which the first token has to come.")] = 5.0,
-    later: Annotated[float, typer.Option(min=0, help="Seconds within which each other token has to come.")] = 0.1,
+    job: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of a finished jkv batch --stages job.")],
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Number of processes; each stage gets at least one.")] = 4,
+    first: Annotated[float, typer.Option(min=0, help="Deadline of the first token, in seconds.")] = 5.0,
+    later: Annotated[float, typer.Option(min=0, help="Deadline of every further token, in seconds.")] = 0.1,
     rate: Annotated[
         list[float] | None,
-        typer.Option(min=1e-6, help=f"Requests a second; repeatable. Default: {', '.join(f'{x:g}' for x in RATES)}."),
+        typer.Option(min=1e-6, help=f"Requests per second; repeatable. Default: {', '.join(f'{x:g}' for x in RATES)}."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of a simulation, as long as the job's rows.")] = 500,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Simulated requests; their lengths are those of the job's rows.")
+    ] = 500,
     every: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds between two looks at the queues. Default: no roles change.")
+        float | None,
+        typer.Option(min=0.1, help="Seconds between role changes by queue length. Default: roles are fixed."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--json", metavar="PATH", help="Also write the rows to this file.")
+        Path | None, typer.Option("--json", metavar="PATH", help="Also write the results to this file.")
     ] = None,
 ) -> None:
-    """Simulate each division of processes into those that prefill and those that decode: which is in time how often?"""
+    """Simulate every split of processes into prefill and decode workers: how many requests meet their deadlines?"""
     from jkv.bench import disaggregated as simulated
     from jkv.bench import environment
 

@@ -1,4 +1,4 @@
-"""jkv eval tokens. Imports jax only when it runs."""
+"""The `jkv eval tokens` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ def tokens(
     o: Compared,
     text: Text = Text(prefix=1024, rest=256),
     train: Annotated[
-        list[int] | None, typer.Option(min=256, help="Tokens of tokenizers trained here instead; no model; repeatable.")
+        list[int] | None,
+        typer.Option(min=256, help="Train a tokenizer of this size instead of using a model; repeatable."),
     ] = None,
-    megabytes: Annotated[list[float] | None, typer.Option(help="To train each on; repeatable. Default: 1.")] = None,
+    megabytes: Annotated[
+        list[float] | None, typer.Option(help="With --train: training text in MB; repeatable. Default: 1.")
+    ] = None,
 ) -> None:
-    """Entropies of a tokenizer's tokens, bits by the model, and bytes of keys and values for a byte of text."""
+    """Measure a tokenizer: token entropies, the model's bits per token and byte, and KV bytes per byte of text."""
     from jkv.bench.environment import check_path
     from jkv.eval import corpora, experiments
     from jkv.eval import tokens as own

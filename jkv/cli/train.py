@@ -1,6 +1,6 @@
-"""jkv train METHOD. Imports jax and optax only when it runs.
+"""The `jkv train` commands. Import jax and optax only when they run.
 
-A dataclass for each method that is trained says what its training can be told, and how much of it where nothing is.
+Each trainable method has a dataclass with its options and their defaults; its docstring is the command's help.
 """
 
 from __future__ import annotations
@@ -19,47 +19,45 @@ train = typer.Typer(
     help="Train the weights of a method for a frozen model; --resume continues a killed run.",
 )
 
-Accumulate = Annotated[int, typer.Option(min=1, help="Batches of a step.")]
-Answer = Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose queries judge the others.")]
-Batch = Annotated[int, typer.Option(min=1, help="Texts, or moments, at a time.")]
+Accumulate = Annotated[int, typer.Option(min=1, help="Batches accumulated per step.")]
+Answer = Annotated[int, typer.Option(min=1, help="Last tokens of a text; their queries score the others.")]
+Batch = Annotated[int, typer.Option(min=1, help="Batch size (texts, or sampled moments).")]
 Budget = Annotated[int, typer.Option(min=1, help="Tokens per head to train for.")]
 Early = Annotated[float, typer.Option(help="Peak learning rate of the layer-wise steps.")]
 Every = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
-Start = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Weights of the same method to start from, with other settings.")
-]
-Steps = Annotated[int, typer.Option(min=0, help="Steps of the whole model, or of what is trained without it.")]
-Top = Annotated[int, typer.Option(min=0, help="Tokens of the teacher's distribution to compare; 0: all.")]
+Start = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Weights of the same method to start from.")]
+Steps = Annotated[int, typer.Option(min=0, help="Steps through the whole model, or of standalone training.")]
+Top = Annotated[int, typer.Option(min=0, help="Top tokens of the teacher's distribution to match; 0: all.")]
 Warm = Annotated[int, typer.Option(min=0, help="Layer-wise steps, without gradients through the model.")]
 Weight = Annotated[float, typer.Option(help="Weight of the capacity loss.")]
-Width = Annotated[int, typer.Option(min=1, help="Hidden units of a gate, or entries that a convolution reads.")]
+Width = Annotated[int, typer.Option(min=1, help="Hidden units of a gate, or kernel width of a convolution.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every training is given."""
+    """The options of every training run."""
 
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output: checkpoints, metrics, weights.")]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder: checkpoints, metrics, weights.")]
     model: Model = MODEL
     corpus: Annotated[
         list[str] | None,
         typer.Option(
-            help="pydoc, stdlib, tasks, lookups, asks, a dataset or a text file; repeatable. Default: pydoc, stdlib."
+            help="pydoc, stdlib, tasks, lookups, asks, a dataset or text file; repeatable. Default: pydoc, stdlib."
         ),
     ] = None
-    texts: Annotated[int, typer.Option(min=1, help="Texts of all corpora together.")] = 36
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a text.")] = 2048
-    check: Annotated[int, typer.Option(min=0, help="Held-out texts to measure the result on; 0: none.")] = 4
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the texts and their order.")] = 0
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in FOLDER.")] = False
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts, over all corpora.")] = 36
+    length: Annotated[int, typer.Option(min=1, help="Tokens per text.")] = 2048
+    check: Annotated[int, typer.Option(min=0, help="Number of held-out texts to evaluate on; 0: none.")] = 4
+    seed: Annotated[int, typer.Option(help="Seed of the weights, texts and their order.")] = 0
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in FOLDER.")] = False
     dtype: Floats = "float32"
     weights: Weights = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taught:
-    """Steps beside a teacher."""
+    """The options of distillation from the full cache."""
 
     start: Start = None
     steps: Steps = 0
@@ -72,22 +70,22 @@ class Taught:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSteps(Taught):
-    """Steps of the whole model."""
+    """The options of distillation with a capacity loss."""
 
     weight: Weight = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suffix(Taught):
-    """Steps by the end of a text."""
+    """The options of training on the loss of a text's last tokens."""
 
     budget: Budget = 256
-    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text, whose loss judges the others.")] = 128
+    answer: Annotated[int, typer.Option(min=1, help="Last tokens of a text; their loss scores the others.")] = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrimKV(ModelSteps):
-    """Gates that predict how slowly a new token decays."""
+    """Train gates that predict how slowly each new token decays."""
 
     budget: Budget = 512
     warm: Warm = 500
@@ -97,7 +95,7 @@ class TrimKV(ModelSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class MakeEach(ModelSteps):
-    """Gates of layers and heads that compete for one budget."""
+    """Train gates that make all layers and heads compete for one budget."""
 
     budget: Budget = 512
     steps: Steps = 1000
@@ -107,7 +105,7 @@ class MakeEach(ModelSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Locret:
-    """Heads that predict the attention of an answer to each token."""
+    """Train heads that predict how much an answer will attend to each token."""
 
     start: Start = None
     budget: Budget = 512
@@ -119,23 +117,23 @@ class Locret:
 
 @dataclass(frozen=True, kw_only=True)
 class LoCoCo:
-    """Convolutions that make mixtures of evicted tokens."""
+    """Train convolutions that merge evicted tokens into the cache."""
 
     start: Start = None
     budget: Budget = 128
     warm: Warm = 200
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a text prefilled at a time.")] = 512
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")] = 512
     rate: Rate = 2e-3
     width: Width = 21
 
 
 @dataclass(frozen=True, kw_only=True)
 class DMS(ModelSteps):
-    """Switches that mark new tokens for a later eviction."""
+    """Train gates that mark new tokens for delayed eviction."""
 
     window: Annotated[int, typer.Option(min=1, help="Age in tokens at which a marked token is evicted.")] = 128
-    ratio: Annotated[float, typer.Option(help="Final ratio of all tokens to unmarked tokens.")] = 8.0
-    fall: Annotated[int, typer.Option(min=1, help="Steps until that ratio.")] = 480
+    ratio: Annotated[float, typer.Option(help="Final compression ratio (all tokens / unmarked tokens).")] = 8.0
+    fall: Annotated[int, typer.Option(min=1, help="Steps until --ratio is reached.")] = 480
     warm: Warm = 600
     early: Early = 3e-4
     weight: Weight = 3.0
@@ -143,10 +141,10 @@ class DMS(ModelSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGate(ModelSteps):
-    """Gates over the whole prompt, before a layer attends."""
+    """Train gates that see the whole prompt before a layer attends."""
 
-    price: Annotated[float, typer.Option(help="Penalty in nats for keeping all tokens, layer-wise.")] = 0.75
-    share: Annotated[float, typer.Option(help="Share of a prompt's tokens to keep, in steps of the whole model.")] = 0.5
+    price: Annotated[float, typer.Option(help="Penalty in nats for keeping all tokens, in layer-wise steps.")] = 0.75
+    share: Annotated[float, typer.Option(help="Fraction of prompt tokens to keep, in steps of the whole model.")] = 0.5
     answer: Answer = 256
     warm: Warm = 300
     early: Early = 1e-2
@@ -157,57 +155,60 @@ class AttentionGate(ModelSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPredictor:
-    """A forecast of the next query's attention, page by page."""
+    """Train a predictor of the next query's attention to each page."""
 
     steps: Steps = 1000
     batch: Batch = 32
     rate: Rate = 5e-4
     moments: Annotated[int, typer.Option(min=1, help="Moments sampled per text, layer and kv head.")] = 3
-    page: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16
+    page: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 16
     dense_layers: Annotated[int, typer.Option(min=0, help="First layers without selection.")] = 2
     every: Every = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVzap(Suffix):
-    """Surrogates that foresee what a repetition of the text, and its own later queries, look at."""
+    """Train surrogates that predict which tokens a repetition of the text, and its own later queries, attend to."""
 
-    warm: Annotated[int, typer.Option(min=0, help="Passes over the tokens of all texts, layer by layer.")] = 15
+    warm: Annotated[int, typer.Option(min=0, help="Layer-wise epochs over the tokens of all texts.")] = 15
     early: Early = 2e-3
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a layer-wise step.")] = 2048
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per layer-wise step.")] = 2048
     rate: Rate = 3e-4
-    width: Annotated[int, typer.Option(min=0, help="Hidden units; 0: none, by ridge regression.")] = 72
-    own: Annotated[float, typer.Option(min=0, help="Weight of all attention of the text's own queries.")] = 1 / 12
-    window: Annotated[int, typer.Option(min=0, help="Age in tokens up to which their looks do not count.")] = 32
+    width: Annotated[int, typer.Option(min=0, help="Hidden units; 0: linear, by ridge regression.")] = 72
+    own: Annotated[float, typer.Option(min=0, help="Weight of the attention of the text's own queries.")] = 1 / 12
+    window: Annotated[int, typer.Option(min=0, help="Distance in tokens below which own queries are ignored.")] = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Utility(Suffix):
-    """Gates of kvzap and trimkv in one contest of all layers and heads, by what a text that goes on misses."""
+    """Train kvzap and trimkv gates to rank tokens of all layers and heads together, by the loss of a continuation."""
 
-    untrained: ClassVar[bool] = True  # without steps they are both, as they are
+    untrained: ClassVar[bool] = True  # without steps it joins both as they are
     foreseen: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Surrogates of jkv train kvzap; needed without --start.")
+        Path | None, typer.Option(metavar="FOLDER", help="Weights of jkv train kvzap; required without --start.")
     ] = None
     fading: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Gates of jkv train trimkv. Default: those of jkv.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Weights of jkv train trimkv. Default: the ones shipped with jkv."),
     ] = None
     steps: Steps = 400
     rate: Rate = 1e-3
-    window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are held in any case.")] = 32
+    window: Annotated[int, typer.Option(min=0, help="Newest tokens, which are always kept.")] = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class S3Attention:
-    """Dictionaries of sparse features, by which a question finds the spans of a text that are read."""
+    """Train dictionaries of sparse features by which a query selects the text spans to read."""
 
     layer: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Layer to index; repeatable. Default: the first, one a sixth up and one a fifth up."),
+        typer.Option(
+            min=0, help="Layer to index; repeatable. Default: the first, and those at a sixth and a fifth of the depth."
+        ),
     ] = None
-    features: Annotated[int, typer.Option(min=1, help="Features of a kv head.")] = 256
-    active: Annotated[int, typer.Option(min=1, help="Features that a key or a query has at most.")] = 16
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text in a step.")] = 256
+    features: Annotated[int, typer.Option(min=1, help="Features per kv head.")] = 256
+    active: Annotated[int, typer.Option(min=1, help="Maximum active features per key or query.")] = 16
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per text and step.")] = 256
     steps: Steps = 1000
     batch: Batch = 2
     rate: Rate = 2e-3
@@ -216,17 +217,19 @@ class S3Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """A small network that guesses what this model says, for draft=."""
+    """Train a small draft network for speculative decoding (draft=)."""
 
-    bytes: Annotated[str, typer.Option(help="Most bytes of its weights, such as 8MB; its width follows.")] = "8MB"
-    words: Annotated[int, typer.Option(min=2, help="Commonest tokens, which are what it says.")] = 6144
-    ahead: Annotated[int, typer.Option(min=1, help="Tokens that it learns to guess one after the other.")] = 2
-    pull: Annotated[float, typer.Option(min=0, help="Weight of the distance of its hidden numbers.")] = 5.0
+    bytes: Annotated[str, typer.Option(help="Size limit of its weights, such as 8MB; sets its width.")] = "8MB"
+    words: Annotated[int, typer.Option(min=2, help="Vocabulary: the most common tokens, which it can propose.")] = 6144
+    ahead: Annotated[int, typer.Option(min=1, help="Number of consecutive draft tokens it is trained for.")] = 2
+    pull: Annotated[float, typer.Option(min=0, help="Weight of the hidden-state distance in the loss.")] = 5.0
     prompt: Annotated[
         int,
-        typer.Option(min=0, help="Tokens of a text before the model's own continuation; 0: all, if it is not short."),
+        typer.Option(
+            min=0, help="Tokens of a text before the model's own continuation; 0: all of a text that is not short."
+        ),
     ] = 0
-    temperature: Annotated[float, typer.Option(min=0, help="Of the continuation.")] = 0.7
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature of the continuation.")] = 0.7
     steps: Steps = 1000
     batch: Batch = 4
     accumulate: Accumulate = 1
@@ -237,12 +240,12 @@ class Drafter:
 
 @dataclass(frozen=True, kw_only=True)
 class XEcoMLA:
-    """The model itself with one latent a token for the keys and values of all heads; 0 steps: without training."""
+    """Convert the model to one latent per token for the KV of all heads, and train it; 0 steps: convert only."""
 
-    untrained: ClassVar[bool] = True  # without steps it is a model too
-    rank: Annotated[int, typer.Option(min=1, help="Numbers of a token's latent.")] = 64
-    rope_dim: Annotated[int, typer.Option(min=2, help="Channels of the rotated key that all heads share.")] = 32
-    query_rank: Annotated[int, typer.Option(min=0, help="Rank of the matrix of all queries; 0: whole.")] = 0
+    untrained: ClassVar[bool] = True  # without steps it is a usable model too
+    rank: Annotated[int, typer.Option(min=1, help="Dimension of a token's latent.")] = 64
+    rope_dim: Annotated[int, typer.Option(min=2, help="Channels of the shared rotary key.")] = 32
+    query_rank: Annotated[int, typer.Option(min=0, help="Rank of the query projection; 0: full rank.")] = 0
     steps: Steps = 200
     batch: Batch = 1
     accumulate: Accumulate = 1
@@ -258,7 +261,7 @@ METHODS: tuple[type, ...] = (
 
 
 def _trained(kind: Any) -> None:
-    """Adds the command that trains a method."""
+    """Add the command that trains a method, with the fields of `kind` as options."""
     name = kind.__name__.lower()
 
     def command(ctx: typer.Context, run: Run, settings: Any) -> None:
@@ -282,14 +285,14 @@ def _trained(kind: Any) -> None:
 @train.command("lpc")
 def continuing(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the predictor goes: --store-evict lpc:FILE.")],
-    model: Annotated[str, typer.Option(help="Whose tokenizer reads texts and messages.")] = MODEL,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, for --store-evict lpc:FILE.")],
+    model: Annotated[str, typer.Option(help="Model whose tokenizer encodes texts and messages.")] = MODEL,
     steps: Steps = 1000,
     rate: Rate = 3e-2,
     width: Width = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the weights, and of who is held back.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the held-out split.")] = 0,
 ) -> None:
-    """Which conversations go on, for a store that is full: a small network over a prompt's last tokens."""
+    """Train a predictor of which conversations continue, used to evict from a full prefix cache."""
     try:
         from jkv.training.recipes import lpc as predictor
     except ImportError as error:
@@ -302,7 +305,7 @@ def continuing(
 
 
 def _check(chosen: dict[str, Any], length: int, untrained: bool) -> None:
-    """ValueError for numbers that do not go together; untrained: no steps are something too."""
+    """Raise ValueError for inconsistent settings; `untrained` methods may run without steps."""
     held = {k: chosen[k] for k in ("budget", "window", "answer") if k in chosen}
     idle = not untrained and chosen.get("warm", 0) + chosen.get("steps", 0) < 1
     if idle or max(held.values(), default=0) >= length:

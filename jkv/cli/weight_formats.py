@@ -1,4 +1,4 @@
-"""jkv eval weights. Imports jax only when it runs."""
+"""The `jkv eval weights` command. Imports jax only when it runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from jkv.cli.options import MODEL, Model
 
 
 def weights(
-    form: Annotated[list[str], typer.Option(help="int8, int4, file or bitstack(bytes=...); repeatable.")],
+    form: Annotated[
+        list[str], typer.Option(help="Weight format: int8, int4, file or bitstack(bytes=...); repeatable.")
+    ],
     model: Model = MODEL,
-    corpus: Annotated[str, typer.Option(help="Texts, such as pydoc:test.")] = "pydoc:test",
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of a text that come before.")] = 256,
-    rest: Annotated[int, typer.Option("--continue", min=1, help="Tokens after them, which count.")] = 64,
-    samples: Annotated[int, typer.Option(min=1, help="Texts.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the texts' positions.")] = 0,
+    corpus: Annotated[str, typer.Option(help="Corpus, such as pydoc:test.")] = "pydoc:test",
+    prefix: Annotated[int, typer.Option(min=1, help="Context tokens per text.")] = 256,
+    rest: Annotated[int, typer.Option("--continue", min=1, help="Scored tokens after the context.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the text positions.")] = 0,
     out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Result file.")] = None,
 ) -> None:
-    """Forms of weights beside float32: bytes, perplexity, and KL of what they predict."""
+    """Compare weight formats with float32: bytes, perplexity, and KL of the predictions."""
     from jkv.cli.bench_common import measure
     from jkv.eval import corpora
     from jkv.eval import weight_formats as kept

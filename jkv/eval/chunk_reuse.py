@@ -185,7 +185,7 @@ def agents(params: Params, samples: int, length: int, seed: int) -> Bed:
             **about,
         )
         before, after = quality_eval.cut(params, example)
-        return ReusePrompt([*before, *tokens, *after], [], lambda passages: passages.said(params, tokens, cache))
+        return ReusePrompt([*before, *tokens, *after], [], lambda passages: passages.add_answer(params, tokens, cache))
 
     # Second run: its own continuation is what KL is measured over.
     asked = [one(*x) for x in zip(said, caches, strict=True)]

@@ -151,7 +151,7 @@ def generate(
     >>> import jkv
     >>> params = jkv.models.random(jkv.models.TINY)
     >>> out = jkv.generate(params, "streaming(budget=32, recent=8)", [3, 1, 4] * 40, max_new_tokens=8)
-    >>> len(out.tokens), out.report.ratio > 2
+    >>> len(out.tokens), out.receipt.ratio > 2
     (8, True)
     """
     options = parse_arguments(

@@ -22,7 +22,7 @@ from jkv.core.sharding import mesh_of
 from jkv.generation import nan_check
 from jkv.generation.arguments import GenerateArguments, composition, fit
 from jkv.generation.receipt import (
-    Report,
+    Receipt,
     check_compressed,
     fidelity,
     kept_tokens,
@@ -62,14 +62,14 @@ class Result:
             so its cache may hold tokens after the last one in `tokens`: `cache.seen` counts them, `cache.rollback`
             removes them.
         logits: f32[B,V] after the newest token in each row's cache.
-        report: the receipt.
+        receipt: bytes, tokens kept, times and quality.
     """
 
     text: str | list[str]
     tokens: list[int] | list[list[int]]
     cache: Cache
     logits: Array
-    report: Report
+    receipt: Receipt
 
 
 class Generation:
@@ -239,7 +239,7 @@ class Generation:
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
             longest = bucket(max(map(len, self.rows))) + self.room
-        report = Report(
+        receipt = Receipt(
             config=self.name,
             exactness=self.exactness,
             rows=len(self.rows),
@@ -288,7 +288,7 @@ class Generation:
             tokens=tokens[0] if one else tokens,
             cache=state.cache,
             logits=state.logits,
-            report=report,
+            receipt=receipt,
         )
 
     def _keep(self, tokens: list[list[int]]) -> None:

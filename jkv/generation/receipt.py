@@ -27,7 +27,7 @@ ENOUGH = 32  # minimum tokens per row for a throughput figure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Receipt:
     """The receipt of one generation.
 
     Attributes:

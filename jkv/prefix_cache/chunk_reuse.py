@@ -148,7 +148,7 @@ class Passages:
         self._add(Passage(ids, front))
 
     @narrow
-    def said(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
+    def add_answer(self, params: Params, tokens: Sequence[int], cache: Cache) -> None:
         """Add generated tokens as a passage, from the cache of their run: `said(params, out.tokens, out.cache)`.
 
         Args:
@@ -342,7 +342,7 @@ class Joins(PrefixReuse):
         return cache, n, n - fresh
 
     def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
-        """Do nothing: answers become passages by `Passages.said` only."""
+        """Do nothing: answers become passages by `Passages.add_answer` only."""
 
     def _learn(
         self, cache: Cache, n: int, found: Sequence[ChunkMatch], born: Sequence[int], pos: Array, paid: Sequence[Array]

@@ -26,7 +26,7 @@ from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.store import Store
 from jkv.serve.batches import Limits, Maker, Watch
-from jkv.serve.request_state import TOP, Echo, End, Fault, Kept, Receipt, Ticket, Token, tokens_of
+from jkv.serve.request_state import TOP, Echo, End, Fault, Kept, RowReceipt, Ticket, Token, tokens_of
 from jkv.utils.errors import error_message, survivable
 
 
@@ -366,7 +366,7 @@ class Engine:
             self.watch.later((now - ticket.last) / new, new)
         ticket.last = now
 
-    def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, Receipt]:
+    def _receipts(self, running: Running, tickets: dict[int, Ticket]) -> dict[int, RowReceipt]:
         """Return receipts of rows, by slot, after the stride that they just ran."""
         cache = running.state.cache
         kept, seen, model = np.asarray(kept_counts(cache)), np.asarray(cache.seen), cache.model
@@ -379,7 +379,7 @@ class Engine:
             out[slot] = ticket.receipt(most, own, cache.nbytes // cache.rows, token, fixed)
         return out
 
-    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, Receipt]) -> None:
+    def _end(self, seats: Seats, ended: dict[int, tuple[Ticket, str]], receipts: dict[int, RowReceipt]) -> None:
         """Send the last event of each ended row and free its slot."""
         for slot, (ticket, why) in ended.items():
             self._free(seats, slot, ticket)

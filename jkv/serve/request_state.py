@@ -32,7 +32,7 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class RowReceipt:
     """What the cache kept of a row.
 
     Attributes:
@@ -77,9 +77,9 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Receipt of a row that goes on, after a stride."""
+    """Receipt of a row that continues, after a stride."""
 
-    receipt: Receipt
+    receipt: RowReceipt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class End:
 
     why: str  # "stop" or "length"
     tokens: int
-    receipt: Receipt | None
+    receipt: RowReceipt | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Ticket:
             self.tell(Piece(text=piece, tokens=told))
         return self.checker.finish_reason
 
-    def receipt(self, seen: int, kept: list[list[int]], kept_bytes: int, token_bytes: int, fixed: int) -> Receipt:
+    def receipt(self, seen: int, kept: list[list[int]], kept_bytes: int, token_bytes: int, fixed: int) -> RowReceipt:
         """Build the receipt.
 
         Args:
@@ -198,7 +198,7 @@ class Ticket:
             fixed: bytes that do not depend on the number of tokens.
         """
         heads = [n for layer in kept for n in layer]
-        return Receipt(
+        return RowReceipt(
             cache=str(self.config),
             exactness=self.config.exactness,
             tokens_seen=seen,

@@ -41,7 +41,7 @@ def ran(text: str, prompt: Any = None, params: Any = ONE) -> jkv.Result:
 
 def same(own: jkv.Result, far: jkv.Result) -> None:
     assert far.tokens == own.tokens
-    assert far.report.bytes_disk > 0 == far.report.bytes_host and "on disk" in str(far.report)
+    assert far.receipt.bytes_disk > 0 == far.receipt.bytes_host and "on disk" in str(far.receipt)
     for a, b in zip(own.cache.layers, far.cache.layers, strict=True):
         for x, y in zip(a.tiers, b.tiers, strict=True):
             live = (np.asarray(x.pos) >= 0).reshape(-1)
@@ -69,7 +69,7 @@ def same(own: jkv.Result, far: jkv.Result) -> None:
 def test_codes_on_disk_give_the_cache_and_tokens_of_codes_on_the_device(text: str, more: str, tmp_path):
     far = ran(f"{text[:-1]}{'' if text[-2] == '(' else ', '}{more}, disk={str(tmp_path)!r})")
     if text.startswith("full"):  # which has units where it is taken off the device
-        assert far.tokens == ran("full").tokens and far.report.bytes_disk > 0
+        assert far.tokens == ran("full").tokens and far.receipt.bytes_disk > 0
         assert "auto" not in more or device_bytes(far.cache.layers) <= 12000
     else:
         same(ran(text), far)
@@ -135,8 +135,8 @@ def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the
     far = f"full(recent=0, block=8, host='auto', disk={str(tmp_path)!r}, device_bytes={most})"
     own, far = (ran(text, rows) for text in ("full(recent=0)", far))
     assert far.tokens == own.tokens
-    assert far.report.bytes_kept - far.report.bytes_disk <= most < own.report.bytes_kept / 7.9
-    assert far.report.bytes_disk >= far.report.bytes_moved > 0 == far.report.bytes_host
+    assert far.receipt.bytes_kept - far.receipt.bytes_disk <= most < own.receipt.bytes_kept / 7.9
+    assert far.receipt.bytes_disk >= far.receipt.bytes_moved > 0 == far.receipt.bytes_host
 
 
 def test_a_folder_without_codes_and_a_path_that_is_a_file_are_refused(tmp_path):

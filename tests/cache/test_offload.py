@@ -264,5 +264,5 @@ def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the
         for text in ("full(recent=0)", f"full(recent=0, block=8, host='auto', device_bytes={most})")
     )
     assert far.tokens == own.tokens
-    assert far.report.bytes_kept - far.report.bytes_host <= most < own.report.bytes_kept / 7.9
-    assert far.report.bytes_host > far.report.bytes_moved > 0 and "on the host" in str(far.report)
+    assert far.receipt.bytes_kept - far.receipt.bytes_host <= most < own.receipt.bytes_kept / 7.9
+    assert far.receipt.bytes_host > far.receipt.bytes_moved > 0 and "on the host" in str(far.receipt)

@@ -190,12 +190,12 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
         tree_bytes(allocation.empty(methods.parse("full"), c, 2, n, 16, jnp.float32).states) for n in (32, 512)
     ] == [want] * 2
     out, _ = answered(params.config.family)
-    assert out.report.bytes_kept == out.cache.nbytes == out.report.bytes_predicted
-    assert out.report.bytes_states == want and f"states       {want:,} of these bytes" in str(out.report)
+    assert out.receipt.bytes_kept == out.cache.nbytes == out.receipt.bytes_predicted
+    assert out.receipt.bytes_states == want and f"states       {want:,} of these bytes" in str(out.receipt)
     full = allocation.empty(
         methods.parse("full"), c, 2, bucket(max(map(len, PROMPTS))) + -(-NEW // 64) * 64, 64, jnp.float32
     )
-    assert out.report.bytes_full == full.nbytes
+    assert out.receipt.bytes_full == full.nbytes
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():

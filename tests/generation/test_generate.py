@@ -224,21 +224,21 @@ def test_stream_gives_what_generate_does(params, calls, end):
     times = dict(
         prefill_s=0, decode_s=0, prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0, reading=""
     )  # which says how much memory is free
-    assert replace(got.report, **times) == replace(want.report, **times)
+    assert replace(got.receipt, **times) == replace(want.receipt, **times)
     # a block ahead of the reader, where no text can end a row
     assert calls[:2] == [16, 32] and blocks[0] == (1 if end == "stop text" else 2)
 
 
 def test_receipt_counts_what_is_there(params):
     out = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
-    report = out.report
+    report = out.receipt
     assert report.decode_tokens_per_s is None and "decode - tokens/s" in str(report)  # 16 are too few to tell
     assert report.prefill_tokens_per_s == pytest.approx(report.tokens_prompt / report.prefill_s)
     assert report.bytes_kept == out.cache.nbytes == report.bytes_predicted
     assert max(map(max, report.tokens_kept)) <= 40 + 16
     assert report.kl is not None and report.kl > 0
     full = jkv.generate(params, "full", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
-    exact = full.report
+    exact = full.receipt
     assert report.bytes_full == exact.bytes_full == full.cache.nbytes
     assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
 
@@ -247,7 +247,7 @@ def test_what_goes_beyond_the_context_is_compared_as_far_as_a_full_cache_goes(pa
     """With as much room as the context leaves, or refused before anything is read."""
     text, context = "streaming(budget=40)", params.config.context
     ask = dict(max_new_tokens=8, stop_ids=(), compare=True)
-    assert jkv.generate(params, text, [3, 5] * (context // 2 - 4), **ask).report.kl > 0
+    assert jkv.generate(params, text, [3, 5] * (context // 2 - 4), **ask).receipt.kl > 0
     with pytest.raises(
         ValueError, match=f"compare: the full cache would take 2 tokens more than .* context of {context}"
     ):
@@ -259,7 +259,7 @@ def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens)
     """So the full cache is never smaller than itself, and what is larger is called so."""
     options: dict = dict(max_new_tokens=4, stop_ids=())
     for text in ("full", "int8", "snapkv(budget=48)"):
-        report = jkv.generate(params, text, [3] * tokens, **options).report
+        report = jkv.generate(params, text, [3] * tokens, **options).receipt
         full = jkv.prefill(params, "full", [3] * tokens, room=64)[0].nbytes
         half = jkv.models.random(params.config, 0, jnp.bfloat16)
         assert report.bytes_full == full and report.dtype == "float32"
@@ -276,7 +276,7 @@ def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens)
 
 @pytest.mark.slow
 def test_a_longer_prompt_has_a_higher_peak_and_a_chunk_a_lower_one(params):
-    peak = lambda n, **o: jkv.generate(params, "knorm(budget=48)", [3] * n, max_new_tokens=4, **o).report  # noqa: E731
+    peak = lambda n, **o: jkv.generate(params, "knorm(budget=48)", [3] * n, max_new_tokens=4, **o).receipt  # noqa: E731
     short, whole, chunks = peak(64), peak(448), peak(448, chunk=64)
     assert chunks.bytes_peak_prefill < whole.bytes_peak_prefill > 2 * short.bytes_peak_prefill
 
@@ -326,13 +326,13 @@ READS, DECODES = {"embedded", "attended", "flushed", "said"}, {"going", "steps",
 def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, beside):
     """Once, and where the cache's sizes are known before the prompt is read."""
     options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1)
-    report = jkv.generate(params, spec, PROMPTS[0], **options).report
+    report = jkv.generate(params, spec, PROMPTS[0], **options).receipt
     assert {name for name, main in made if not main} == beside and {"steps", "flushed_due"} <= {
         name for name, _ in made
     }
     assert report.compile_s > 0
     before = len(made)
-    again = jkv.generate(params, spec, PROMPTS[0], **options).report
+    again = jkv.generate(params, spec, PROMPTS[0], **options).receipt
     assert again.compile_s < 0.01 and len(made) == before
 
 

@@ -36,8 +36,8 @@ def test_answers_to_a_prompt_are_rows_of_their_own_after_one_prefill(read):
     assert read == [1, 1]  # the second is the full cache's
     alone = jkv.generate(PARAMS, cache, [PROMPTS[0]] * 3, seed=[4, 9, 4], compare=True, **DRAWN)
     assert out.tokens == alone.tokens and out.tokens[0] == out.tokens[2] != out.tokens[1]
-    assert out.report.rows == 3 and out.report.tokens_prompt == 210 and out.cache.seen.tolist() == [94] * 3
-    assert np.isclose(out.report.kl, alone.report.kl) and out.report.bytes_kept == alone.report.bytes_kept
+    assert out.receipt.rows == 3 and out.receipt.tokens_prompt == 210 and out.cache.seen.tolist() == [94] * 3
+    assert np.isclose(out.receipt.kl, alone.receipt.kl) and out.receipt.bytes_kept == alone.receipt.bytes_kept
     assert jkv.generate(PARAMS, cache, PROMPTS[0], n=2, seed=4, **DRAWN).tokens[0] == alone.tokens[0]
 
 
@@ -59,8 +59,8 @@ def test_answers_after_a_cache_leave_it_as_it_was():
 def test_a_budget_in_bytes_is_of_all_answers():
     out = jkv.generate(PARAMS, "streaming(bytes='40KiB')", PROMPTS[0], n=2, **DRAWN)
     one = jkv.generate(PARAMS, "streaming(bytes='40KiB')", PROMPTS[0], **DRAWN)
-    assert one.report.bytes_kept <= 40 << 10 >= out.report.bytes_kept > one.report.bytes_kept * 0.7
-    assert out.report.bytes_predicted == out.report.bytes_kept
+    assert one.receipt.bytes_kept <= 40 << 10 >= out.receipt.bytes_kept > one.receipt.bytes_kept * 0.7
+    assert out.receipt.bytes_predicted == out.receipt.bytes_kept
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_other_weights_of_the_same_shapes_compile_nothing():
         second = jkv.generate(other, "snapkv(budget=48) | int4", PROMPTS[0], **asked)
     finally:
         jax.monitoring.unregister_event_duration_listener(heard)
-    assert compiles == [] and second.report.compile_s == 0 and set(compilation.PROGRAMS) == set(programs)
+    assert compiles == [] and second.receipt.compile_s == 0 and set(compilation.PROGRAMS) == set(programs)
     ids, pos = jnp.asarray([PROMPTS[0]]), jnp.arange(70)[None]
     for params, out in ((PARAMS, first), (other, second)):
         assert out.tokens[0] == int(models.forward(params, ids, pos)[0, -1].argmax())

@@ -94,7 +94,7 @@ def test_generate_a_stream_drafts_and_a_job_end_at_the_same_token(tmp_path: Path
     )
     row = json.loads(next((tmp_path / "out").glob("rows-*.jsonl")).read_text())
     for out in (plain, drafted, compared, streamed):
-        assert out.tokens == want and out.report.tokens_new == len(want) and out.text == plain.text
+        assert out.tokens == want and out.receipt.tokens_new == len(want) and out.text == plain.text
     assert "".join(pieces) == row["text"] == plain.text == PAIRS.decode(want)[: len(plain.text)]
     assert row["tokens"] == want and report.tokens_new == len(want) and row["end"] == "stop"
-    assert compared.report.divergence == -1 and compared.report.kl == pytest.approx(0, abs=1e-6)
+    assert compared.receipt.divergence == -1 and compared.receipt.kl == pytest.approx(0, abs=1e-6)

@@ -148,8 +148,8 @@ def generated(weights: str | None) -> dict[str, Any]:
         "most": most,
         "weights": [decode.weights, share(params)],
         "cache": [decode.cache, share(held)],
-        "prefill": [prefill.peak, share(params) + out.report.bytes_peak_prefill],
-        "decode": [decode.peak, share(params) + out.report.bytes_peak_decode],
+        "prefill": [prefill.peak, share(params) + out.receipt.bytes_peak_prefill],
+        "decode": [decode.peak, share(params) + out.receipt.bytes_peak_decode],
         "over": over is not None,
     }
 

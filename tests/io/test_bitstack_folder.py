@@ -185,7 +185,7 @@ def test_a_cache_goes_on_after_a_save(tmp_path: Path):
     ids = [3, 1, 4] * 20
     spec = "snapkv(budget=40, window=8) | int8"
     whole = jkv.generate(p, spec, ids, max_new_tokens=12)
-    assert whole.report.weights == "bitstack, int8" and whole.report.bytes_weights == tree_bytes(p) <= 2 * least()
+    assert whole.receipt.weights == "bitstack, int8" and whole.receipt.bytes_weights == tree_bytes(p) <= 2 * least()
     drafted = jkv.generate(p, "full", ids, max_new_tokens=12, draft="suffix")
     assert drafted.tokens == jkv.generate(p, "full", ids, max_new_tokens=12).tokens
     cache, _ = jkv.prefill(p, spec, [ids], room=16)

@@ -91,8 +91,8 @@ def test_what_cannot_be_imported_runs_on_xla_and_the_receipt_says_why(monkeypatc
     monkeypatch.setattr(kernels, "implementation", absent)
     out = jkv.generate(PARAMS, "h2o(budget=64) | int8", np.ones((1, 100), int), max_new_tokens=2)
     why = "decode_attention runs on xla: the gpu kernel cannot be imported: No module named 'absl'"
-    assert out.report.kernels == out.report.prefill_kernel == "xla"
-    assert why in out.report.kernels_off and f"; {why}" in str(out.report)
+    assert out.receipt.kernels == out.receipt.prefill_kernel == "xla"
+    assert why in out.receipt.kernels_off and f"; {why}" in str(out.receipt)
     with pytest.raises(ModuleNotFoundError, match="absl"):
         made("int8", "gpu")
 
@@ -148,7 +148,7 @@ def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monk
 
 def test_the_receipt_says_which():
     out = jkv.generate(PARAMS, "int8", np.ones((1, 20), int), max_new_tokens=2)
-    assert out.report.kernels == "xla" and "kernels xla" in str(out.report)
+    assert out.receipt.kernels == "xla" and "kernels xla" in str(out.receipt)
 
 
 def test_checks_want_equal_bits_of_a_second_run():

@@ -104,9 +104,9 @@ def test_what_is_not_chosen_was_never_there():
     logits, taps, _ = rig.dense_prompt(pad(short, BUDGET))
     assert [x for (x,) in got.tokens] == np.asarray(logits)[:, -1].argmax(-1).tolist()
     np.testing.assert_allclose(got.cache.layers[0].tiers[0].k.slots[:, :, :32], taps[0][1][:, :, :32], atol=1e-5)
-    assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.report.tokens_prompt == sum(LENGTHS)
+    assert got.cache.prompt.tolist() == [BUDGET] * 2 and got.receipt.tokens_prompt == sum(LENGTHS)
     full = jkv.generate(PARAMS, None, ROWS, max_new_tokens=1, stop_ids=())
-    assert got.report.bytes_full == full.cache.nbytes
+    assert got.receipt.bytes_full == full.cache.nbytes
 
 
 @pytest.mark.parametrize("name", ["kvzip", "fastkv", "cake", "speckv"])

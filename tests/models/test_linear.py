@@ -174,7 +174,7 @@ def test_a_form_is_another_model(tiny):
 @pytest.mark.slow
 def test_generation_counts_what_it_holds(tiny):
     out = jkv.generate(tiny["int8"], "streaming(budget=32, recent=8)", [3, 1, 4] * 20, max_new_tokens=4)
-    report = out.report
+    report = out.receipt
     assert (report.bytes_weights, report.weights) == (tree_bytes(tiny["int8"]), "int8")
     assert f"{report.bytes_weights:,}, int8" in str(report)
 

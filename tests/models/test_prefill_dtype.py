@@ -103,8 +103,8 @@ def test_no_second_copy_of_the_weights():
 def test_the_receipt_says_so_and_the_comparison_is_to_exact_products():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
     out = jkv.generate(p, "full", [[3, 1, 4] * 20], max_new_tokens=4, compare=True)
-    assert out.report.exactness.endswith("; the prompt's products in bfloat16")
-    assert out.report.kl is not None and out.report.kl > 0
+    assert out.receipt.exactness.endswith("; the prompt's products in bfloat16")
+    assert out.receipt.kl is not None and out.receipt.kl > 0
 
 
 def test_a_model_is_loaded_so(tmp_path):

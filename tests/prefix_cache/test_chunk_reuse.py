@@ -118,7 +118,7 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
     passages.add(PARAMS, A)
     out = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5, store=passages)
     want = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5)
-    assert out.tokens == want.tokens and out.report.tokens_stored == len(A)
+    assert out.tokens == want.tokens and out.receipt.tokens_stored == len(A)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_what_a_run_said_is_what_a_prompt_of_it_holds():
 
     def after(renew: str, prompt: list[int]) -> tuple[Any, Any, Passages]:
         passages = Passages(renew)
-        passages.said(TWO, says, out.cache)
+        passages.add_answer(TWO, says, out.cache)
         return *jkv.prefill(TWO, "full", [prompt], room=16, store=passages), passages
 
     _, same, passages = after("pie", prompt)  # keys that were made while decoding are those of a prompt
@@ -211,11 +211,11 @@ def test_what_a_run_said_is_what_a_prompt_of_it_holds():
     np.testing.assert_allclose(read, held, atol=1e-5)  # above the band what the run made stands
     assert 28 + 13 < passages.read < 28 + 13 + 40 and passages.reused == 40
     with pytest.raises(ValueError, match="cachecraft weighs what it has read"):
-        Passages("cachecraft").said(TWO, says, out.cache)
+        Passages("cachecraft").add_answer(TWO, says, out.cache)
     with pytest.raises(ValueError, match="the cache is that of another model"):
-        Passages("pie").said(ONE, says, out.cache)
+        Passages("pie").add_answer(ONE, says, out.cache)
     with pytest.raises(ValueError, match="200 tokens were said, and the cache has 110"):
-        Passages("pie").said(TWO, [1] * 200, out.cache)
+        Passages("pie").add_answer(TWO, [1] * 200, out.cache)
     lossy = jkv.prefill(TWO, "streaming(budget=40)", [A])[0]
     with pytest.raises(ValueError, match="has not every token of one row as it was made: generate with 'full'"):
-        Passages("pie").said(TWO, A, lossy)
+        Passages("pie").add_answer(TWO, A, lossy)

@@ -101,8 +101,8 @@ def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
     want = jkv.generate(PARAMS, SNAP, rows, max_new_tokens=6)
     jkv.prefill(PARAMS, "full", [LONG], store=store)
     got = jkv.generate(PARAMS, SNAP, rows, max_new_tokens=6, store=store)
-    assert got.tokens == want.tokens and got.report.tokens_stored == 192 + 128 and want.report.tokens_stored is None
-    assert "store        320 of 490 prompt tokens were there" in str(got.report)
+    assert got.tokens == want.tokens and got.receipt.tokens_stored == 192 + 128 and want.receipt.tokens_stored is None
+    assert "store        320 of 490 prompt tokens were there" in str(got.receipt)
     salted = jkv.Store(tmp_path, salt="a tenant")
     for params, other, cache in ((PARAMS, salted, "full"), (OTHER, store, "full"), (PARAMS, store, NOTED)):
         before = other.reused
@@ -129,11 +129,11 @@ def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
     want = jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=rounded)
     np.testing.assert_array_equal(found.logits, want.logits)
     assert not np.array_equal(want.logits, jkv.generate(PARAMS, SNAP, LONG, max_new_tokens=1, store=exact).logits)
-    assert "store        192 of 250 prompt tokens were there, rounded by cachegen(level=2)" in str(found.report)
-    assert found.report.exactness.endswith("; what was stored rounded by cachegen(level=2)")
-    refused = jkv.generate(PARAMS, SNAP, LONG[:9], max_new_tokens=1, store=coded).report
-    assert (refused.tokens_stored, refused.store_codec, refused.exactness) == (0, "", want.report.exactness)
-    assert str(want.report).endswith("192 of 250 prompt tokens were there")
+    assert "store        192 of 250 prompt tokens were there, rounded by cachegen(level=2)" in str(found.receipt)
+    assert found.receipt.exactness.endswith("; what was stored rounded by cachegen(level=2)")
+    refused = jkv.generate(PARAMS, SNAP, LONG[:9], max_new_tokens=1, store=coded).receipt
+    assert (refused.tokens_stored, refused.store_codec, refused.exactness) == (0, "", want.receipt.exactness)
+    assert str(want.receipt).endswith("192 of 250 prompt tokens were there")
 
 
 def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -71,16 +71,18 @@ def room_for(monkeypatch, n: int, fresh: bool, text: str) -> None:
 def test_a_prompt_that_has_no_room_is_read_in_the_largest_chunks(monkeypatch, text, capsys):
     read = partial(jkv.generate, PARAMS, text, PROMPT, max_new_tokens=40)
     whole, piecewise = read(), read(chunk=128)
-    assert (whole.report.chunk, piecewise.report.chunk) == (0, 128) and whole.report.reading.startswith("whole: about")
-    assert whole.tokens == read(chunk=0).tokens and piecewise.report.reading == "128 tokens at a time, as asked"
+    assert (whole.receipt.chunk, piecewise.receipt.chunk) == (0, 128) and whole.receipt.reading.startswith(
+        "whole: about"
+    )
+    assert whole.tokens == read(chunk=0).tokens and piecewise.receipt.reading == "128 tokens at a time, as asked"
     room_for(monkeypatch, 448, True, text)  # the padded length
-    assert read().report.chunk == 0
+    assert read().receipt.chunk == 0
     room_for(monkeypatch, 128, False, text)
     out = read()
-    assert (out.report.chunk, out.tokens) == (128, piecewise.tokens)
-    assert f"prompt       128 tokens at a time: whole it takes {chunking.gib(1 << 20)}"[:45] in str(out.report)
-    assert out.report.bytes_peak_prefill < whole.report.bytes_peak_prefill
-    assert read(chunk=0).report.chunk == 0 and read(chunk=64).report.chunk == 64  # as asked, whatever the room
+    assert (out.receipt.chunk, out.tokens) == (128, piecewise.tokens)
+    assert f"prompt       128 tokens at a time: whole it takes {chunking.gib(1 << 20)}"[:45] in str(out.receipt)
+    assert out.receipt.bytes_peak_prefill < whole.receipt.bytes_peak_prefill
+    assert read(chunk=0).receipt.chunk == 0 and read(chunk=64).receipt.chunk == 64  # as asked, whatever the room
     capsys.readouterr()
     cache, _ = jkv.prefill(PARAMS, text, PROMPT, room=64)
     assert "note: the prompt is read 128 tokens at a time: whole it takes" in capsys.readouterr().err
@@ -89,11 +91,11 @@ def test_a_prompt_that_has_no_room_is_read_in_the_largest_chunks(monkeypatch, te
 
 def test_a_method_that_needs_the_whole_prompt_gets_it_and_says_so(monkeypatch):
     monkeypatch.setattr(prefill, "spare", lambda over: 1)
-    report = jkv.generate(PARAMS, "h2o(budget=40)", PROMPT, max_new_tokens=4).report
+    report = jkv.generate(PARAMS, "h2o(budget=40)", PROMPT, max_new_tokens=4).receipt
     assert report.chunk == 0 and report.reading.startswith("whole, as this method needs it: about ")
-    report = jkv.generate(PARAMS, "int8(chunk=200)", PROMPT, max_new_tokens=4).report
+    report = jkv.generate(PARAMS, "int8(chunk=200)", PROMPT, max_new_tokens=4).receipt
     assert (report.chunk, report.reading) == (200, "200 tokens at a time, as asked")
-    assert jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).report.chunk == chunking.LEAST
+    assert jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).receipt.chunk == chunking.LEAST
 
 
 def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypatch):
@@ -106,7 +108,7 @@ def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypat
         return real(self)
 
     monkeypatch.setattr(prefill.Prompts, "prefill", mine)
-    report = jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).report
+    report = jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).receipt
     assert sizes_tried == [0, 256, 128] and report.chunk == 128 and report.reading.endswith("found no room for 256")
     with pytest.raises(jax.errors.JaxRuntimeError, match="9 GB"):
         jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4, chunk=256)

@@ -221,7 +221,7 @@ def test_a_model_whose_tokens_stand_in_another_order_guesses_as_itself_does(monk
     for prompt in (TEXT, [TEXT, TEXT[:9]]):
         want = jkv.generate(params, None, prompt, **how)
         got = jkv.generate(params, None, prompt, draft=other, **how)
-        assert got.tokens == want.tokens and got.report.drafted_taken == got.report.drafted > 20
+        assert got.tokens == want.tokens and got.receipt.drafted_taken == got.receipt.drafted > 20
     want = jkv.generate(params, None, TEXT, temperature=0.9, seed=2, **how)
     wrong = replace(other, tokenizer=of_spaces([TEXT], [("t", "h")]))  # of as many tokens or more: random guesses
     twice = {name: jnp.tile(getattr(wrong, name), (2, 1)) for name in ("embed", "head")}

@@ -404,9 +404,9 @@ def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
         how = {"max_new_tokens": 40, "stop_ids": (), **options}
         want = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, **how)
         got = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, draft=draft, **how)
-        assert got.tokens == want.tokens and got.report.tokens_kept == want.report.tokens_kept
-        assert want.report.passes is None and 0 < got.report.passes <= 40
-        assert got.report.passes + got.report.drafted_taken == 40 and "tokens a pass" in str(got.report)
+        assert got.tokens == want.tokens and got.receipt.tokens_kept == want.receipt.tokens_kept
+        assert want.receipt.passes is None and 0 < got.receipt.passes <= 40
+        assert got.receipt.passes + got.receipt.drafted_taken == 40 and "tokens a pass" in str(got.receipt)
 
 
 def test_a_drafter_of_mine_is_asked_and_told():
@@ -423,8 +423,8 @@ def test_a_drafter_of_mine_is_asked_and_told():
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
     for mine in (Mine(100), Mine(100)):  # what runs for the first time is no measure
         got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
-    assert got.tokens == want.tokens and got.report.kl < 1e-6
-    assert mine.asked == got.report.passes - 4 < 40 / 6 and mine.table.any()
+    assert got.tokens == want.tokens and got.receipt.kl < 1e-6
+    assert mine.asked == got.receipt.passes - 4 < 40 / 6 and mine.table.any()
 
 
 def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
@@ -447,7 +447,7 @@ def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
     want = jkv.generate(PARAMS, None, texts, **how)
     got = jkv.generate(PARAMS, None, texts, draft=Erring(), **how)
     assert got.tokens == want.tokens
-    assert got.report.passes <= 30  # 45 if each row began anew
+    assert got.receipt.passes <= 30  # 45 if each row began anew
 
 
 def test_a_model_guesses_behind_what_is_known_of_each_row():
@@ -473,7 +473,7 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
         for seed, few in ((None, 10), (7, 40)):  # the first four by steps, which are measured
             small = PARAMS if seed is None else random(TINY, seed=seed)
             got = jkv.generate(PARAMS, "int8", rows, draft=small, **how)
-            assert got.tokens == want.tokens and got.report.passes <= few
+            assert got.tokens == want.tokens and got.receipt.passes <= few
 
 
 @pytest.mark.slow
@@ -496,7 +496,7 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
         (["streaming(budget=48, recent=16)", random(TINY, seed=7)], range(5, 41)),
     ):
         got = jkv.generate(PARAMS, "int8", rows, draft=draft, **how)
-        assert got.tokens == want.tokens and got.report.passes in passes
+        assert got.tokens == want.tokens and got.receipt.passes in passes
     assert behind.asked > 1  # if nothing was compiled: what runs for the first time is no measure
 
 
@@ -574,9 +574,9 @@ def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where,
     want = jkv.generate(PARAMS, None, TEXT, **how)
     one = Failing(where, nth, error)
     got = jkv.generate(PARAMS, None, TEXT, draft=one, **how)
-    assert got.tokens == want.tokens and got.report.draft_failed is not None
-    at, said = got.report.draft_failed
-    assert why in said and f"plain steps from token {at} on: {said}" in str(got.report)
+    assert got.tokens == want.tokens and got.receipt.draft_failed is not None
+    at, said = got.receipt.draft_failed
+    assert why in said and f"plain steps from token {at} on: {said}" in str(got.receipt)
     assert (at == 40) == (where == "end") and (at == 0) == (where == "begin")
     if where == "propose":
         assert one.left["propose"] == 0  # nobody asked again

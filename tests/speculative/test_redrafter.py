@@ -87,14 +87,14 @@ def test_its_guesses_change_no_token(naive, taught, heat):
     want = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], **how)
     for folder in (naive, taught):
         got = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], draft=f"drafter(folder={folder!r})", **how)
-        assert got.tokens == want.tokens and 0 < got.report.passes <= 40
-        assert got.report.drafted > 0 and got.report.draft_failed is None
+        assert got.tokens == want.tokens and 0 < got.receipt.passes <= 40
+        assert got.receipt.drafted > 0 and got.receipt.draft_failed is None
 
 
 @pytest.mark.slow
 def test_what_it_knows_by_heart_comes(taught):
     got = jkv.generate(PARAMS, "int8", TEXT, max_new_tokens=40, stop_ids=(), draft=Distilled(PARAMS, taught))
-    assert got.report.passes <= 20 and got.report.drafted_taken >= 20
+    assert got.receipt.passes <= 20 and got.receipt.drafted_taken >= 20
 
 
 def by_hand(net: Net, params, own, u, newest, known, most, odds):

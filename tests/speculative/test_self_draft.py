@@ -146,10 +146,10 @@ def test_no_draft_changes_a_token(cache: str, draft: Any):
     for how in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         ask = partial(jkv.generate, PARAMS, cache, ROWS, max_new_tokens=40, stop_ids=(), **how)
         want, got = ask(), ask(draft=draft)
-        assert got.tokens == want.tokens and got.report.draft_failed is None
-        assert got.report.tokens_kept == want.report.tokens_kept and got.report.bytes_draft > 0
+        assert got.tokens == want.tokens and got.receipt.draft_failed is None
+        assert got.receipt.tokens_kept == want.receipt.tokens_kept and got.receipt.bytes_draft > 0
         if draft == ALL and cache == "full":
-            assert got.report.drafted_taken == got.report.drafted > 20
+            assert got.receipt.drafted_taken == got.receipt.drafted > 20
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_copy_serves_until_the_next_flush(monkeypatch):
     monkeypatch.setattr(self_draft, "excerpt", counted)
     got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), draft=ALL)
     assert len(made) == len({*made}) >= 3  # flushes after 16, 32 and 48 tokens
-    assert got.report.drafted > 20
+    assert got.receipt.drafted > 20
 
 
 def test_a_copy_is_as_large_whatever_the_cache_and_making_it_takes_no_tier():
@@ -193,7 +193,7 @@ def test_what_guesses_behind_it_is_asked_and_its_failure_is_told():
 
     want = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=())
     got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), draft=[ALL, Broken()])
-    assert got.tokens == want.tokens and "what guesses for it failed: MemoryError" in got.report.draft_failed[1]
+    assert got.tokens == want.tokens and "what guesses for it failed: MemoryError" in got.receipt.draft_failed[1]
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_copy_may_be_behind_another_model():
     """Of the cache of the one before it."""
     ask = partial(jkv.generate, PARAMS, "int8", ROWS, max_new_tokens=24, stop_ids=())
     want, got = ask(), ask(draft=["streaming(budget=96, recent=16)", ALL])
-    assert got.tokens == want.tokens and got.report.draft_failed is None and got.report.drafted > 10
+    assert got.tokens == want.tokens and got.receipt.draft_failed is None and got.receipt.drafted > 10
 
 
 def test_which_caches_are_read_through_copies():
@@ -236,6 +236,6 @@ def test_what_cannot_be_copied_is_refused_by_name():
 def test_codes_on_disk_are_copied_in_their_own_pages(tmp_path):
     ask = partial(jkv.generate, ONE, f"full(host='all', disk={str(tmp_path)!r})", ROWS, max_new_tokens=40, stop_ids=())
     want, got = ask(), ask(draft=f"triforce(tokens={EVERYTHING}, page=16)")
-    assert got.tokens == want.tokens and got.report.drafted_taken == got.report.drafted > 20
+    assert got.tokens == want.tokens and got.receipt.drafted_taken == got.receipt.drafted > 20
     with pytest.raises(Refusal, match="from the host in units of 16 tokens, and it picks 8; take page=16"):
         ask(draft=ALL)

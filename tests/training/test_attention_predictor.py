@@ -164,7 +164,7 @@ def test_twenty_steps_make_a_folder_that_is_used_and_a_killed_training_ends_the_
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)) and metrics(stopped) == metrics(whole)
     text = f"attentionpredictor(page=4, pages=3, sinks=4, rows=8, recent=8, dense_layers=1, predictor={str(whole)!r})"
     out = jkv.generate(PARAMS, text, "the quick brown fox " * 4, max_new_tokens=4)
-    assert out.report.config == text
+    assert out.receipt.config == text
 
 
 def test_what_leaves_nothing_to_choose_is_refused(tiny, tmp_path):

@@ -105,4 +105,4 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["method"] == "kvzap" and set(card["eval"]["ppl"]) == {"full", "streaming", "kvzap"}
     text = f"kvzap(budget=48, gate={str(tmp_path)!r})"
-    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).report.ratio > 1
+    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).receipt.ratio > 1

@@ -100,7 +100,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     begun = jax.tree.leaves(start(PARAMS.config, 12, 5, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(trained, begun, strict=True))
     text = f"lococo(budget=24, gate={str(tmp_path)!r}, chunk=32)"
-    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).report.ratio > 1
+    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).receipt.ratio > 1
 
 
 @pytest.mark.parametrize("wrong", [("--width", "4", "--budget", "16"), ("--chunk", "20", "--budget", "40")])

@@ -76,4 +76,4 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     made = jax.tree.leaves(trained(tmp_path, Foreseen()))
     begun = jax.tree.leaves(guess(PARAMS.config, 8, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(made, begun, strict=True))
-    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).report.ratio > 1
+    assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).receipt.ratio > 1

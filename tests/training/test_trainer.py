@@ -74,7 +74,7 @@ def test_twenty_steps_learn_something_that_is_used(whole):
     assert card["method"] == "trimkv" and card["recipe"]["steps"] == 20 and card["losses"] == rows[-1]
     text = f"trimkv(budget=12, gate={str(whole)!r})"
     out = jkv.generate(PARAMS, text, "the quick brown fox " * 4, max_new_tokens=4)
-    assert out.report.config == text and out.report.ratio > 1
+    assert out.receipt.config == text and out.receipt.ratio > 1
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -92,7 +92,7 @@ def test_a_model_in_codes_is_trained_for_as_the_floats_that_they_say(tiny, tmp_p
     assert len(set(ours)) == len(ours) == 3
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     text = f"trimkv(budget=12, gate={str(tmp_path / 'codes')!r})"
-    assert jkv.generate(codes, text, "the quick brown fox " * 4, max_new_tokens=4).report.config == text
+    assert jkv.generate(codes, text, "the quick brown fox " * 4, max_new_tokens=4).receipt.config == text
     with pytest.raises(ValueError, match="model"):  # another model than that of the floats
         jkv.generate(floats, text, "the quick brown fox " * 4, max_new_tokens=4)
 

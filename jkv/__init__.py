@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jkv.generation.cache_file import load_cache, save_cache
     from jkv.generation.generate import Result
     from jkv.generation.receipt import Receipt
+    from jkv.generation.sampling_params import SamplingParams
     from jkv.generation.score import Scored, score
     from jkv.generation.step import branch, step
     from jkv.io.from_pytree import from_tree
@@ -37,6 +38,7 @@ __all__ = [
     "CacheConfig",
     "Receipt",
     "Result",
+    "SamplingParams",
     "TierSpec",
     "branch",
     "extend",
@@ -63,6 +65,7 @@ _HOMES = {
     "Cache": "cache.cache",
     "CacheConfig": "methods.config",
     "Receipt": "generation.receipt",
+    "SamplingParams": "generation.sampling_params",
     "Result": "generation.generate",
     "TierSpec": "methods.config",
     "branch": "generation.step",

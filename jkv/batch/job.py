@@ -17,9 +17,10 @@ from jkv import models
 from jkv.batch.processes import spans
 from jkv.core.sharding import MeshPlan
 from jkv.engine import MOST_NEW, batch_size
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import Bucket, Grain
 from jkv.engine.spec import Shapes
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -60,7 +61,7 @@ class Job:
     out: Place
     params: Params
     config: CacheConfig
-    defaults: Settings = Settings()
+    defaults: SamplingParams = SamplingParams()
     batch: int = 0
     over: MeshPlan | None = None
     shares: bool = True

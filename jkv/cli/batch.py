@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jkv.batch.job import Tell
     from jkv.batch.report import Report
-    from jkv.engine.request import Settings
+    from jkv.generation.sampling_params import SamplingParams
 
 
 @flat
@@ -74,9 +74,11 @@ def batch(
     """
     at_once = _number(batch)
     with stoppable() as stopped:
-        from jkv.engine.request import Settings
+        from jkv.generation.sampling_params import SamplingParams
 
-        settings = Settings(**vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n)
+        settings = SamplingParams(
+            **vars(drawing), seed=seed, max_new_tokens=max_new_tokens, stop=tuple(stop or ()), n=n
+        )
         with console.meter() as tell:
             options = dict(
                 batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
@@ -117,7 +119,7 @@ def start(
     model: str,
     cache: str,
     mesh: str | None,
-    settings: Settings,
+    settings: SamplingParams,
     chat_options: ChatOptions,
     dtype: str | None,
     weights: str | None,

@@ -1,4 +1,4 @@
-"""jkv bench: speed of caches and weights, compile times, kernels, peers; jkv recommend; jax only where needed."""
+"""The `jkv bench` commands and `jkv recommend`. Import jax only where needed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 CODES = ("int8", "int4", "kivi(bits=2)")
 CONTEXTS = (512, 2048)
 
-app = typer.Typer(help="Speed, bytes and memory of caches on this machine, and of other engines.")
+app = typer.Typer(help="Measure speed, bytes and memory of caches on this machine, also against other engines.")
 
 Versus = Annotated[
     str | None,
     typer.Option(
         "--vs",
-        help="Take turns on CPU: transformers (its full cache) or kvpress (same budget), same weights; llama.cpp, same "
-        ".gguf file, in the file's codes; or a cache.",
+        help="Alternate rounds with, on CPU: transformers (full cache) or kvpress (same budget) on the same weights; "
+        "llama.cpp on the same .gguf file and its quantized blocks; or another cache.",
     ),
 ]
 
@@ -38,24 +38,24 @@ Versus = Annotated[
 @flat
 def decode(
     o: Timed,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round; best a multiple of the cache's block.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens per round, best a multiple of the cache's block.")] = 64,
     vs: Versus = None,
 ) -> None:
-    """Milliseconds a token after a context, token by token, with percentiles, bytes and the share of a copy's rate."""
+    """Time decode steps after a context: ms per token with percentiles, bytes, and bandwidth relative to a copy."""
     _speed("decode", o, steps, vs)
 
 
 @app.command()
 @flat
 def prefill(o: Timed, vs: Versus = None) -> None:
-    """Milliseconds of a whole prompt."""
+    """Time the prefill of a whole prompt."""
     _speed("prefill", o, 0, vs)
 
 
 @app.command()
 @flat
 def flush(o: Timed = Timed(rounds=15)) -> None:
-    """Milliseconds of one flush: what it adds to one token of each block."""
+    """Time one flush, which is added to one decode step per block."""
     _speed("flush", o, 0, None)
 
 
@@ -83,11 +83,13 @@ def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
 @flat
 def drawing(
     machine: Machine,
-    vocab: Annotated[list[int] | None, typer.Option(min=1, help="Words; repeatable. Default: 49152, 128256.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; repeatable. Default: 1 and 16.")] = None,
+    vocab: Annotated[
+        list[int] | None, typer.Option(min=1, help="Vocabulary size; repeatable. Default: 49152, 128256.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch size; repeatable. Default: 1 and 16.")] = None,
     rounds: Rounds = 31,
 ) -> None:
-    """Milliseconds from logits to a token of each row: greedy, and with the settings that draw."""
+    """Time sampling, from logits to one token per row: greedy, and with each sampling setting."""
     cores, _ = start((), machine)
     from jkv.bench import environment
     from jkv.bench import sampling as alone
@@ -103,10 +105,10 @@ def drawing(
 def compiling(
     o: Subject,
     machine: Machine,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 1024,
+    context: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 1024,
     cache: Caches = None,
 ) -> None:
-    """Seconds until the first tokens, nothing being compiled yet: layer by layer, and as one program."""
+    """Time the first tokens from a cold start: compiled layer by layer, and as one program."""
     specs = cache or CACHES
     cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
@@ -126,10 +128,12 @@ def compiling(
 def forms(
     machine: Machine,
     model: Model = MODEL,
-    form: Annotated[list[str] | None, typer.Option(help="int8, int4, file, bitstack(bytes=...); repeatable.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Texts, of 256 tokens and 64 more.")] = 4,
+    form: Annotated[
+        list[str] | None, typer.Option(help="Weight format: int8, int4, file, bitstack(bytes=...); repeatable.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts, each 256 tokens of context and 64 scored.")] = 4,
 ) -> None:
-    """Weights below 16 bits beside floats: bytes, KL of what they predict, ms a token, in turns."""
+    """Compare weight formats below 16 bits with float weights, alternating: bytes, KL, ms per token."""
     cores, dtype = start((), machine, None)
     from jkv.bench import environment
     from jkv.bench import weight_formats as kept
@@ -154,15 +158,17 @@ def forms(
 def guesses(
     machine: Machine,
     model: Model = MODEL,
-    cache: Annotated[str, typer.Option(help="A composition.")] = "full",
-    draft: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: suffix and recycle.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=12, help="Prompts of a kind.")] = 3,
-    new: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 128,
+    cache: Annotated[str, typer.Option(help="Cache to decode with.")] = "full",
+    draft: Annotated[list[str] | None, typer.Option(help="Drafter; repeatable. Default: suffix and recycle.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=12, help="Prompts per kind.")] = 3,
+    new: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 128,
     rounds: Rounds = 3,
-    batch: Annotated[int, typer.Option(min=1, help="With --context: texts at once.")] = 1,
-    context: Annotated[int, typer.Option(min=0, help="Instead of the kinds: texts of so many tokens go on.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="With --context: batch size.")] = 1,
+    context: Annotated[
+        int, typer.Option(min=0, help="Continue texts of this many tokens, instead of the kinds of prompts.")
+    ] = 0,
 ) -> None:
-    """Decoding with drafts beside plain decoding, in turns: ms a token, tokens a pass, by kind of text."""
+    """Compare speculative with plain decoding, alternating: ms per token and tokens per pass, by kind of text."""
     cores, dtype = start((cache,), machine, None)
     from jkv.bench import environment, speculative
     from jkv.io.load import load
@@ -187,17 +193,21 @@ def guesses(
 def serving(
     machine: Machine,
     model: Model = MODEL,
-    cache: Annotated[list[str] | None, typer.Option(help="Of the requests, in turns. Default: full.")] = None,
-    clients: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 8,
-    seconds: Annotated[float, typer.Option(min=1, help="How long they ask.")] = 180,
-    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the server's batches.")] = 8,
+    cache: Annotated[
+        list[str] | None, typer.Option(help="Cache of the requests; repeat to alternate. Default: full.")
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of the load.")] = 180,
+    new: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Batch size of the server.")] = 8,
     vs: Annotated[
         list[str] | None,
-        typer.Option(help='Then "transformers" and options of its `serve`, on the same weights; repeatable.'),
+        typer.Option(
+            help='Also measure "transformers", followed by options of its `serve`, on the same weights; repeatable.'
+        ),
     ] = None,
 ) -> None:
-    """A server of its own under load: milliseconds to the first token and by token, answers lost, memory."""
+    """Start a server and load it: time to first token, ms per token, failed answers, memory."""
     specs, peers = cache or ["full"], [x.partition(" ") for x in vs or []]
     if unknown := [name for name, *_ in peers if name != "transformers"]:
         raise ValueError(f"--vs {unknown[0]}: transformers, the only server beside jkv's")
@@ -230,23 +240,23 @@ def serving(
 @flat
 def kernel(
     machine: Machine,
-    op: Annotated[str, typer.Option(help="The operation: decode_attention.")] = "decode_attention",
-    shape: Annotated[str, typer.Option(help="Heads as in this model: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
+    op: Annotated[str, typer.Option(help="Operation: decode_attention.")] = "decode_attention",
+    shape: Annotated[str, typer.Option(help="Model shape: llama-3.1-8b, qwen3-8b, ...")] = "llama-3.1-8b",
     cache: Annotated[
-        list[str] | None, typer.Option(help=f"Whose codes; repeatable. Default: {', '.join(CODES)}")
+        list[str] | None, typer.Option(help=f"Cache whose codec is read; repeatable. Default: {', '.join(CODES)}")
     ] = None,
     context: Context = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     kernels: Annotated[
-        list[str] | None, typer.Option(help="xla, tpu or gpu; repeatable. Default: all that run here.")
+        list[str] | None, typer.Option(help="Implementation: xla, tpu or gpu; repeatable. Default: all that run here.")
     ] = None,
     vs: Annotated[
-        list[str] | None, typer.Option(help="On a GPU: sdpa (torch's), cudnn (jax's own call); repeatable.")
+        list[str] | None, typer.Option(help="GPU baseline: sdpa (torch) or cudnn (called by jax); repeatable.")
     ] = None,
     rounds: Rounds = 15,
     dtype: Dtype = None,
 ) -> None:
-    """Milliseconds of one new token's attention over one layer's codes, checked first, beside dense attention."""
+    """Time one layer's decode attention over quantized KV, compared with dense attention; results are checked first."""
     specs, contexts, versus = cache or CODES, context or CONTEXTS, vs or []
     cores, dtype = start(specs, machine, dtype)
     from jkv import kernels as own
@@ -267,12 +277,12 @@ def kernel(
 @app.command()
 @flat
 def hardware(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where hardware.json and hardware.html go.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder of hardware.json and hardware.html.")],
     dtype: Dtype = None,
 ) -> None:
-    """All that a device is asked once, in 20 minutes: checks of its kernels, memory, attention, decoding of 8B.
+    """Check and time a device in 20 minutes: kernel self-tests, memory bandwidth, attention, decoding of an 8B model.
 
-    Both files have every row as soon as it is measured. The exit code is 1 if anything is wrong or failed.
+    Both files are updated after every measurement. The exit code is 1 if anything is wrong or failed.
     """
     cores = use_cores(None)
     from jkv.bench import environment
@@ -297,15 +307,18 @@ def hardware(
 def growth(
     o: Subject,
     machine: Machine,
-    cache: Annotated[list[str] | None, typer.Option(help="A composition; repeatable.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, unless --marks is given.")] = 32768,
-    marks: Annotated[
-        str | None, typer.Option(help="Where to measure, such as 1024,8192. Default: 1024, doubled up to --tokens.")
+    cache: Annotated[
+        list[str] | None, typer.Option(help="Cache to measure; repeatable. Default: streaming(budget=256).")
     ] = None,
-    over: Annotated[int, typer.Option(min=16, help="Tokens timed before each mark, in pieces of 16.")] = 128,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw it: out.png, .svg, .pdf")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate without --marks.")] = 32768,
+    marks: Annotated[
+        str | None,
+        typer.Option(help="Token counts to measure at, such as 1024,8192. Default: 1024, doubling up to --tokens."),
+    ] = None,
+    over: Annotated[int, typer.Option(min=16, help="Tokens timed before each mark, 16 at a time.")] = 128,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the result: out.png, .svg, .pdf")] = None,
 ) -> None:
-    """Milliseconds a token and bytes while tokens are generated, all of them really."""
+    """Time decoding and count cache bytes while one text grows, generating every token."""
     specs = cache or ["streaming(budget=256)"]
     cores, dtype = start(specs, machine, o.dtype)
     from jkv import models
@@ -334,15 +347,18 @@ def compare(
     machine: Machine,
     model: Model = MODEL,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens before those decoded. Default: 512, 2048 and 4096.")
+        list[int] | None,
+        typer.Option(min=1, help="Context tokens before decoding; repeatable. Default: 512, 2048 and 4096."),
     ] = None,
-    prompt: Annotated[list[int] | None, typer.Option(min=1, help="Tokens prefilled. Default: 512 and 2048.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens of a round of decoding.")] = 32,
+    prompt: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prefill lengths; repeatable. Default: 512 and 2048.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decoded tokens per round.")] = 32,
     rounds: Rounds = 5,
 ) -> None:
-    """The full cache beside transformers on the same float32 weights, in turns, and the floor of this machine.
+    """Compare the full cache with transformers on the same float32 weights, and with this machine's lower bound.
 
-    Prompts with products in float32, as transformers has them, and in bfloat16 (--prefill-dtype).
+    Prefill is timed with matrix products in float32, as in transformers, and in bfloat16 (--prefill-dtype).
     """
     cores, _ = start((), machine, vs="transformers")
     from jkv import models
@@ -364,16 +380,16 @@ def batch(
     machine: Machine,
     model: Model = MODEL,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 200,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, beyond the shared prefix.")] = 256,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, after the shared prefix.")] = 256,
     new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
     shared: Annotated[
         list[int] | None,
         typer.Option(min=0, help="Tokens of the shared prefix; repeatable. Default: 0 and 512."),
     ] = None,
-    cache: Annotated[str, typer.Option(help="A composition.")] = "full",
-    at_once: Annotated[int, typer.Option("--batch", min=1, help="Rows of a batch in jkv.")] = 32,
+    cache: Annotated[str, typer.Option(help="Cache to decode with.")] = "full",
+    at_once: Annotated[int, typer.Option("--batch", min=1, help="Batch size of jkv.")] = 32,
 ) -> None:
-    """jkv batch on ragged prompts beside a loop of transformers.generate with its best batch size."""
+    """Compare jkv batch on ragged prompts with a loop of transformers.generate at its best batch size."""
     cores, _ = start((cache,), machine, vs="transformers")
     from jkv import models
     from jkv.bench import batch as many
@@ -392,11 +408,13 @@ def batch(
 def recommend(
     files: Annotated[list[str] | None, typer.Argument(help="More result files.")] = None,
     model: Annotated[str, typer.Option(help="The model, as given to jkv eval.")] = "smollm2-135m",
-    context: Annotated[int, typer.Option(min=1, help="Tokens that the cache must remember.")] = 8192,
-    memory: Annotated[str, typer.Option(help="Memory for the cache of one row, such as 4GiB.")] = "4GiB",
-    results: Annotated[list[str] | None, typer.Option(help="Files of jkv eval. Default: results/**/*.json")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 8192,
+    memory: Annotated[str, typer.Option(help="Memory for one sequence's cache, such as 4GiB.")] = "4GiB",
+    results: Annotated[
+        list[str] | None, typer.Option(help="Result files of jkv eval. Default: results/**/*.json")
+    ] = None,
 ) -> None:
-    """The caches with the best measured quality for their bytes that fit into the memory, and the evidence."""
+    """Recommend caches that fit in memory, by measured quality for their bytes, with the evidence."""
     from jkv import models
     from jkv.bench import recommend as choosing
     from jkv.bench.model_shapes import config_of

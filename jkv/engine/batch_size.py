@@ -16,8 +16,8 @@ from jkv.cache.cache import tree_bytes
 from jkv.core.compilation import Cost, compiled, peak_bytes
 from jkv.core.decode_loop import prefill_own, run_block, run_blocks
 from jkv.core.sharding import MeshPlan
-from jkv.engine.request import Settings
 from jkv.engine.spec import Shapes
+from jkv.generation.sampling_params import SamplingParams
 from jkv.models import Params
 from jkv.prompts.tokenization import stop_ids_of
 from jkv.speculative.draft_length import NODES
@@ -54,7 +54,9 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
     """
     params = replace(params, config=shapes.model)
     state, blank = jax.eval_shape(shapes.state), jax.eval_shape(partial(shapes.cache, shapes.several))
-    draws = jax.eval_shape(lambda: shapes.sampling([Settings()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params)))
+    draws = jax.eval_shape(
+        lambda: shapes.sampling([SamplingParams()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params))
+    )
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     chunk = shapes.bucket.chunk
     ids = shape((shapes.several, chunk or shapes.bucket.length))

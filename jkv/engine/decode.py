@@ -13,9 +13,10 @@ from jkv.core.compilation import Cost
 from jkv.core.decode_loop import admit, run_blocks
 from jkv.core.sampling import LOST
 from jkv.engine.prefill import Filled, maker
-from jkv.engine.request import Refused, Request, Settings, failed
+from jkv.engine.request import Refused, Request, failed
 from jkv.engine.spec import Shapes
 from jkv.generation import nan_check
+from jkv.generation.sampling_params import SamplingParams
 from jkv.generation.stop_strings import StopChecker, cut
 from jkv.models import Params
 from jkv.prompts.tokenization import stop_ids_of
@@ -136,7 +137,7 @@ class Slots:
             self.slots[slot], self.of[slot] = (row, tokens), self.newest
             self.checkers[slot] = StopChecker(self.params.tokenizer, row.settings.stop, self.stop_ids, row.new)
         # Free slots sample with default settings.
-        nobody = Settings()
+        nobody = SamplingParams()
         requests = [x[0] if x else None for x in self.slots]
         self.sampling = shapes.sampling(
             [r.settings if r else nobody for r in requests], [r.seed if r else 0 for r in requests], self.stop_ids

@@ -16,6 +16,7 @@ import numpy as np
 from jkv.core import sampling
 from jkv.engine import MOST_NEW
 from jkv.engine.formats import LENGTHS, PLAIN, TEMPLATE, Form, form_of
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io.object_store import read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 PROMPTS = ("prompt", "messages", "tokens")
 MOST_SAMPLES = 1024  # samples per prompt
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # as `sampling.check` takes them
 KINDS: dict[str, tuple[type, ...]] = {
     "temperature": (int, float),
     "top_k": (int,),
@@ -39,38 +39,6 @@ KINDS: dict[str, tuple[type, ...]] = {
     "stop": (str, list),
 }
 EVERY = (*KINDS, *LENGTHS, TEMPLATE)  # settings that a row may override
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Sampling and length settings of a request; a row of the input may override each of them.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
-        repetition_penalty: 1 is off.
-        seed: None takes the row's line number.
-        max_new_tokens: largest number of generated tokens.
-        stop: stop strings.
-        n: samples per prompt.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    n: int = 1
-
-    @property
-    def draws(self) -> dict[str, Any]:
-        """Settings of the sampler by name."""
-        return {name: getattr(self, name) for name in DRAWS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +57,7 @@ class Request:
     line: int
     id: Any
     tokens: np.ndarray
-    settings: Settings
+    settings: SamplingParams
     form: Form = PLAIN
     sample: int = 0
 
@@ -226,7 +194,11 @@ def lines(path: Place) -> list[tuple[int, bytes]]:
 
 
 def read(
-    numbered: list[tuple[int, bytes]], params: Params, config: CacheConfig, defaults: Settings, most_new: int = MOST_NEW
+    numbered: list[tuple[int, bytes]],
+    params: Params,
+    config: CacheConfig,
+    defaults: SamplingParams,
+    most_new: int = MOST_NEW,
 ) -> Iterator[Request | Refused]:
     """Parse numbered lines into requests.
 
@@ -297,7 +269,7 @@ def request(
     row: Mapping[str, Any],
     params: Params,
     config: CacheConfig,
-    defaults: Settings,
+    defaults: SamplingParams,
     limit: Limits,
 ) -> Request:
     """Validate a row of the input and tokenize its prompt.
@@ -379,7 +351,7 @@ def _length(row: Mapping[str, Any]) -> str:
     return given[0]
 
 
-def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Settings) -> Settings:
+def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: SamplingParams) -> SamplingParams:
     """Merge a row's settings into the defaults and validate them; `length` is its name of `max_new_tokens`."""
     kinds = KINDS | {length: (int,)}
     own = {name: row[name] for name in kinds if row.get(name) is not None}
@@ -395,7 +367,7 @@ def _settings(row: Mapping[str, Any], length: str, params: Params, defaults: Set
     return checked(replace(defaults, **own), params, length)
 
 
-def checked(settings: Settings, params: Params, length: str = LENGTHS[0]) -> Settings:
+def checked(settings: SamplingParams, params: Params, length: str = LENGTHS[0]) -> SamplingParams:
     """Validate settings and return them.
 
     Args:

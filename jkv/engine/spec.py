@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jkv.cache.cache import Cache, Common, Decoding
 from jkv.core import sampling
-from jkv.engine.request import DRAWS, Settings
 from jkv.engine.scheduler import Bucket
+from jkv.generation.sampling_params import DRAWS, SamplingParams
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.prompts.allocation import empty, sized
@@ -93,7 +93,9 @@ class Shapes:
         state = Decoding.start(cache, logits, min(self.stride or block, block), used, traced=self.traced)
         return replace(state, alive=jnp.zeros(self.rows, bool))
 
-    def sampling(self, settings: list[Settings], seeds: list[int], stop_ids: tuple[int, ...]) -> sampling.Sampling:
+    def sampling(
+        self, settings: list[SamplingParams], seeds: list[int], stop_ids: tuple[int, ...]
+    ) -> sampling.Sampling:
         """Build the sampling settings of all rows."""
         draws = {name: [getattr(s, name) for s in settings] for name in DRAWS}
         out = sampling.make(self.rows, self.model.vocab, seeds=seeds, stop_ids=stop_ids, **draws)

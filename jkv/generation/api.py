@@ -13,6 +13,7 @@ from jkv.cache.cache import Cache
 from jkv.cache.disk_pages import raise_page_errors
 from jkv.generation.arguments import GenerateArguments, Until, check_store, composition, fit, model, parse_arguments
 from jkv.generation.generate import Generation, Result
+from jkv.generation.sampling_params import SamplingParams
 from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -118,6 +119,7 @@ def generate(
     until: Until | None = None,
     draft: str | Params | Drafter | Sequence[str | Params | Drafter] | None = None,
     store: Store | Passages | None = None,
+    sampling: SamplingParams | None = None,
 ) -> Result:
     """Generate text after a prompt through a compressed KV cache.
 
@@ -144,6 +146,7 @@ def generate(
             tokens of the next one.
         store: a Store from which cached prompt prefixes are loaded, whichever process wrote them, or `jkv.Passages`,
             whose cached tokens are reused at any position.
+        sampling: the sampling settings, seed, stop strings, n and max_new_tokens in one, instead of these arguments.
 
     Raises:
         ValueError: for an unsupported combination, and for a row with NaN logits, with the cause.
@@ -172,6 +175,7 @@ def generate(
         until=until,
         draft=draft,
         store=store,
+        sampling=sampling,
     )
     run = Generation(params, options, *encode(params, prompt))
     for _ in run.blocks():

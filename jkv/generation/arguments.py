@@ -11,7 +11,8 @@ from jax import Array
 
 from jkv import methods
 from jkv.cache.cache import Cache
-from jkv.core import sampling
+from jkv.core import sampling as sampler
+from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import Passages
@@ -74,6 +75,7 @@ def parse_arguments(
     until: Any = None,
     draft: Any = None,
     store: Any = None,
+    sampling: Any = None,
     **draws: Any,
 ) -> GenerateArguments:
     """Validate the arguments of `generate`; raises ValueError or TypeError with the argument's name.
@@ -82,6 +84,10 @@ def parse_arguments(
     >>> parse_arguments(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
     (5,)
     """
+    if sampling is not None:
+        keywords = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, n=n, **draws)
+        own = dict(stop_ids=stop_ids, chunk=chunk, compare=compare, until=until, draft=draft, store=store)
+        return parse_arguments(params, cache, **own, **from_sampling(sampling, keywords))
     model(params)
     if not isinstance(compare, bool | np.bool_):
         raise ValueError(f"compare={compare!r}: give True or False")
@@ -112,10 +118,26 @@ def parse_arguments(
     )
 
 
+def from_sampling(sampling: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of `generate` that a SamplingParams stands for.
+
+    Raises:
+        TypeError: `sampling` is something else.
+        ValueError: one of the keywords is given too.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling is {short(sampling)}: give a jkv.SamplingParams")
+    plain = vars(SamplingParams()) | {"seed": 0}
+    for name, value in keywords.items():
+        if name in plain and not np.array_equal(value, plain[name]):
+            raise ValueError(f"{name}= and sampling= are both given: put it into the SamplingParams")
+    return keywords | vars(sampling) | {"seed": sampling.seed or 0}
+
+
 def fit(params: Params, asked: GenerateArguments, rows: list[list[int]]) -> None:
     """Raise ValueError if options and rows do not match, or if the rows are too long for the model and the cache."""
     b = len(rows) * asked.n
-    heat, *_ = sampling.check(b, **asked.draws)
+    heat, *_ = sampler.check(b, **asked.draws)
     if asked.n > 1 and not heat.all():
         raise ValueError(f"n={asked.n}: answers that are not drawn are all alike; give a temperature above 0, or n=1")
     if asked.seeds.ndim and len(asked.seeds) != b:
@@ -163,6 +185,6 @@ def texts(stop: Any, params: Params) -> tuple[str, ...]:
 
 def seeds(seed: Any) -> np.ndarray:
     """Fold one 64-bit seed, or one per row, to 32 bits."""
-    least, most = sampling.SEEDS
+    least, most = sampler.SEEDS
     found = numbers("seed", seed, "a whole number of 64 bits, or one a row", whole=True, least=least, most=most)
-    return np.asarray(sampling.fold(found))
+    return np.asarray(sampler.fold(found))

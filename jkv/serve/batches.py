@@ -13,9 +13,9 @@ from jkv.cache.cache import tree_bytes
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import admit, prefill_own, run_block
 from jkv.engine.continuous_batch import Running
-from jkv.engine.request import Settings
 from jkv.engine.scheduler import Bucket
 from jkv.engine.spec import Shapes
+from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.compatibility import check, check_prefill
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
@@ -194,7 +194,7 @@ class Maker:
         # Compile decode blocks, drafting and verify passes from shapes.
         params, cost = replace(self.params, config=shapes.model), Cost(runs=False)
         blank = jax.eval_shape(partial(shapes.cache, 1))
-        nobody, shape = [Settings()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        nobody, shape = [SamplingParams()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
         cost.begin(run_block, params, state, draws, shape(()))
         if shapes.top is not None:

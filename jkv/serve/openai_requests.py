@@ -14,7 +14,8 @@ from typing import Any
 from jkv.core.sampling import fold
 from jkv.engine.formats import CHAT, LENGTHS, asking, from_openai
 from jkv.engine.request import Limits as Sizes
-from jkv.engine.request import Request, Settings, parsed, request
+from jkv.engine.request import Request, parsed, request
+from jkv.generation.sampling_params import SamplingParams
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.methods.parser import known
@@ -138,7 +139,7 @@ class Reader:
         """Validate one prompt with its settings and tokenize it."""
         limits, params = self.engine.limits, self.engine.params
         asked = from_openai(url, body, DOES)
-        row = request(0, asked, params, parse("full"), Settings(max_new_tokens=1), self._sizes)
+        row = request(0, asked, params, parse("full"), SamplingParams(max_new_tokens=1), self._sizes)
         if len(row.tokens) > limits.prompt:
             raise ValueError(f"the prompt has {len(row.tokens):,} tokens: at most {limits.prompt:,} are read here")
         stops = row.settings.stop

@@ -23,9 +23,10 @@ from jkv.cache.cache import Cache
 from jkv.core import decode_loop, sampling, sharding
 from jkv.core.compilation import Cost, compiled
 from jkv.engine.continuous_batch import Running
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import arrange
 from jkv.engine.spec import Shapes
+from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.methods.quantization import Affine, LowRank
 from jkv.models import Params
@@ -79,7 +80,7 @@ def rows_that_come_and_go() -> dict[str, Any]:
     prompts = [np.append(head, RNG.integers(0, 100, 3 + i)).astype(np.int32) for i in range(10)]
     new = [1 + 7 * i % 30 for i in range(10)]
     rows = [
-        Request(line=i, id=i, tokens=p, settings=Settings(max_new_tokens=n))
+        Request(line=i, id=i, tokens=p, settings=SamplingParams(max_new_tokens=n))
         for i, (p, n) in enumerate(zip(prompts, new, strict=True))
     ]
     (bucket,) = arrange(rows, True)

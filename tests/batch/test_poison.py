@@ -33,7 +33,8 @@ from jkv.cli.app import app
 from jkv.engine import MOST_NEW, batch_size
 from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer
-from jkv.engine.request import Refused, Request, Settings, limits, read
+from jkv.engine.request import Refused, Request, limits, read
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 
@@ -133,7 +134,7 @@ def test_a_text_that_cannot_be_short_enough_is_not_encoded(monkeypatch: pytest.M
     monkeypatch.setattr(Tokenizer, "within", lambda *_: pytest.fail("it was encoded"))
     long = "x" * 1537
     for row in ({"prompt": long}, {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": long}]}):
-        (bad,) = read([(1, json.dumps(row).encode())], PARAMS, methods.parse("full"), Settings())
+        (bad,) = read([(1, json.dumps(row).encode())], PARAMS, methods.parse("full"), SamplingParams())
         assert isinstance(bad, Refused) and "characters" in bad.error and "shorten it" in bad.error
 
 
@@ -151,14 +152,14 @@ def test_new_tokens_have_a_limit_where_the_cache_has_none(tmp_path: Path, cache:
     config = methods.parse(cache)
 
     def error(new: int, *more: int) -> str:
-        (row,) = read([(1, b'{"tokens": [1], "max_new_tokens": %d}' % new)], PARAMS, config, Settings(), *more)
+        (row,) = read([(1, b'{"tokens": [1], "max_new_tokens": %d}' % new)], PARAMS, config, SamplingParams(), *more)
         return row.error if isinstance(row, Refused) else ""
 
     for new in (10**6, 10**9, 1 << 40):
         assert ("at most 32,768 " if config.unlimited else "context is 512") in error(new)
     assert bool(error(MOST_NEW)) != config.unlimited and bool(error(MOST_NEW, MOST_NEW - 1))
     assert error(MOST_NEW + 1) and bool(error(MOST_NEW + 1, MOST_NEW + 1)) != config.unlimited
-    task = job(tmp_path, [], cache, defaults=Settings(max_new_tokens=10**9))
+    task = job(tmp_path, [], cache, defaults=SamplingParams(max_new_tokens=10**9))
     if config.unlimited:
         with pytest.raises(ValueError, match="max_new_tokens=1000000000: at most 32,768.*raise --new-tokens-limit"):
             run(task, never, nothing)
@@ -258,7 +259,7 @@ def test_every_row_that_can_run_alone_is_answered(
 
 
 def row(length: int, new: int) -> Request:
-    return Request(line=1, id=None, tokens=np.zeros(length, np.int32), settings=Settings(max_new_tokens=new))
+    return Request(line=1, id=None, tokens=np.zeros(length, np.int32), settings=SamplingParams(max_new_tokens=new))
 
 
 @pytest.mark.slow

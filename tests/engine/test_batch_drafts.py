@@ -20,8 +20,9 @@ from jkv.batch.run import run
 from jkv.core import sharding
 from jkv.engine import batch_size, decode
 from jkv.engine.continuous_batch import Running
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import arrange
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io import trained_weights
 from jkv.models import TINY, random
 from jkv.speculative import redrafter
@@ -102,7 +103,7 @@ def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
 
 
 def asked(n: int, tokens: list[int]) -> Request:
-    return Request(line=n, id=n, tokens=np.asarray(tokens, np.int32), settings=Settings(max_new_tokens=8))
+    return Request(line=n, id=n, tokens=np.asarray(tokens, np.int32), settings=SamplingParams(max_new_tokens=8))
 
 
 def test_a_row_that_ends_is_told_of_alone():

@@ -30,8 +30,9 @@ from jkv.core import decode_loop, sampling, sharding
 from jkv.core.compilation import forget
 from jkv.engine import batch_size
 from jkv.engine.continuous_batch import Running
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import arrange
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io import load as loading
 from jkv.io import trained_weights as trained
 from jkv.io.fingerprint import weights
@@ -102,7 +103,7 @@ def test_rows_are_those_of_generate(tmp_path: Path, asked: Any, cache: str, draw
     for i, (x, tokens) in enumerate(zip(asked[cache], alone, strict=True), 1):
         assert got[i]["tokens"] == tokens[: x["max_new_tokens"]], i
         assert got[i]["id"] == i - 1 and got[i]["end"] == "length"
-    (bucket,) = arrange([Request(line=1, id=0, tokens=np.array(p), settings=Settings()) for p in prompts], True)
+    (bucket,) = arrange([Request(line=1, id=0, tokens=np.array(p), settings=SamplingParams()) for p in prompts], True)
     assert (report.done, report.failed) == (14, 0) and report.saved == bucket.saved >= 80
     assert report.saved + report.prefilled == report.tokens_prompt == sum(map(len, prompts))
     assert report.programs == programs and report.batch == 4 and not report.stopped
@@ -285,9 +286,9 @@ def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: py
 def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any):
     task = job(tmp_path, asked["full"][:1], "full")
     with pytest.raises(ValueError, match="top_p=7"):
-        run(replace(task, defaults=Settings(top_p=7)), never, nothing)
+        run(replace(task, defaults=SamplingParams(top_p=7)), never, nothing)
     run(task, lambda: True, nothing)
-    other = replace(task, config=methods.parse("int8"), defaults=Settings(temperature=0.5))
+    other = replace(task, config=methods.parse("int8"), defaults=SamplingParams(temperature=0.5))
     with pytest.raises(ValueError, match="cache 'full' there, 'int8' now; temperature 0.0 there, 0.5 now"):
         run(other, never, nothing)
 
@@ -337,7 +338,8 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """By what the compiler says of the job's own programs, in multiples of two rows."""
     task = replace(job(tmp_path, [], "full"), batch=0)
     requests = [
-        Request(line=i, id=i, tokens=np.full(30, i, np.int32), settings=Settings(max_new_tokens=8)) for i in range(40)
+        Request(line=i, id=i, tokens=np.full(30, i, np.int32), settings=SamplingParams(max_new_tokens=8))
+        for i in range(40)
     ]
     (bucket,) = arrange(requests, False)
 

@@ -16,15 +16,16 @@ from jkv.batch.job import Job
 from jkv.batch.output_rows import parsed
 from jkv.batch.run import run
 from jkv.engine.formats import CHAT, PLAIN, TEMPLATE, TEXT, Call, SampleAnswers
-from jkv.engine.request import Refused, Request, Settings, failed, read
+from jkv.engine.request import Refused, Request, failed, read
 from jkv.generation import arguments
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io import load as loading
 from jkv.io.tokenizer import Tokenizer
 from support import ggufs
 from support.fields import nothing
 from support.speaking import TINY, byte_tokenizer
 
-DEFAULTS = Settings(temperature=0.5, max_new_tokens=10)
+DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=10)
 USAGE = {"model": "m", "temperature": 0.25, "top_p": 0.5, "seed": 3, "stop": ["a"], "max_tokens": 4}
 
 
@@ -145,7 +146,7 @@ NO_FIELDS = {"logits": (), "anything": ()}  # nobody knows them
 
 def test_what_asks_for_nothing_changes_nothing(params: Any):
     """Every field that is known, with each value that is its default, as JSON may write it."""
-    defaults = Settings(max_new_tokens=10)
+    defaults = SamplingParams(max_new_tokens=10)
     bodies = [{"messages": HELLO} | x for x in ({}, *({name: x} for name, x in nothing(NO_FIELDS)))]
     numbered = [(i, json.dumps(line(body, name=str(i))).encode()) for i, body in enumerate(bodies)]
     plain, *others = read(numbered, params, methods.parse("full"), defaults)

@@ -10,10 +10,11 @@ import pytest
 
 import jkv
 from jkv import methods
-from jkv.engine.request import Refused, Request, Settings, read
+from jkv.engine.request import Refused, Request, read
+from jkv.generation.sampling_params import SamplingParams
 
 PARAMS = jkv.models.random(jkv.models.TINY, 0, jnp.float32)
-DEFAULTS = Settings(temperature=0.5, max_new_tokens=10)
+DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=10)
 
 
 def rows(*raw: Any) -> list[Request | Refused]:

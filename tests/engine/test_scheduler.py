@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import LONG, MANY, Grain, arrange, bounds, padded, waves
+from jkv.generation.sampling_params import SamplingParams
 
 
 def requests(lengths: list[int], *heads: int) -> list[Request]:
@@ -20,7 +21,7 @@ def requests(lengths: list[int], *heads: int) -> list[Request]:
         first = firsts[i % len(firsts)]
         rows.append(np.concatenate([first, [1000 + i], rng.integers(0, 50, max(n - len(first) - 1, 0))]))
     return [
-        Request(line=i, id=None, tokens=r.astype(np.int32), settings=Settings(max_new_tokens=8))
+        Request(line=i, id=None, tokens=r.astype(np.int32), settings=SamplingParams(max_new_tokens=8))
         for i, r in enumerate(rows, 1)
     ]
 

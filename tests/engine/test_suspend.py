@@ -27,11 +27,12 @@ from jkv.core import sharding
 from jkv.core.compilation import Cost
 from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer, Slots
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import Bucket
 from jkv.engine.spec import Shapes
 from jkv.engine.suspend import SuspendedRows
 from jkv.generation.cache_file import packed, row
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io import array_file
 from support import rig, stores
 
@@ -55,7 +56,7 @@ def batch(params: Any, cache: str) -> Shapes:
             line=i + 1,
             id=i,
             tokens=np.array(x, np.int32),
-            settings=Settings(max_new_tokens=29 + 37 * i % 40, **(DRAWN if i % 2 else {})),
+            settings=SamplingParams(max_new_tokens=29 + 37 * i % 40, **(DRAWN if i % 2 else {})),
         )
         for i, x in enumerate(prompts(5))
     )

@@ -80,6 +80,7 @@ WRONG = {
     "n": [*NO_COUNT, 0, [2]],
     "draft": [5, "prefix", [], ["suffix", "recycle"]],
     "store": [5, "folder", True],
+    "sampling": [5, "greedy", {"temperature": 1.0}],
     "compare": [None, 1, "yes", [True]],
     "until": [5, "f", [None]],
     "room": [x for x in NO_COUNT if x is not None] + [[1]],
@@ -120,6 +121,22 @@ def test_a_cache_is_compared_with_nothing(call):
     """It may have lost what the full one would have been made of."""
     cache, _ = jkv.prefill(PARAMS, None, IDS)
     refused("compare=", call, PARAMS, cache, IDS, max_new_tokens=4, compare=True)
+
+
+def test_sampling_params_stand_for_the_keywords():
+    drawn = dict(temperature=0.8, top_k=20, seed=3, n=2, max_new_tokens=6)
+    want = jkv.generate(PARAMS, "int8", IDS, **drawn)
+    assert jkv.generate(PARAMS, "int8", IDS, sampling=jkv.SamplingParams(**drawn)).tokens == want.tokens
+    for name, x in drawn.items():
+        refused(
+            f"{name}= and sampling= are both given",
+            jkv.generate,
+            PARAMS,
+            "int8",
+            IDS,
+            sampling=jkv.SamplingParams(),
+            **{name: x},
+        )
 
 
 def test_every_option_is_in_the_table():

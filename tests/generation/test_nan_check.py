@@ -17,8 +17,9 @@ from jkv import methods
 from jkv.batch.job import Job
 from jkv.batch.run import run
 from jkv.engine import decode
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.generation import generate
+from jkv.generation.sampling_params import SamplingParams
 from jkv.serve.batches import Limits
 from jkv.serve.engine_thread import Engine, Seats
 from jkv.serve.request_state import End, Fault, Ticket
@@ -117,12 +118,14 @@ def test_a_server_answers_the_other_rows():
     engine, events = Engine(BROKEN, Limits(rows=2, prompt=16, new=NEW, caches=1, queue=4)), ([], [])
     seats = Seats(running=engine.maker.make(methods.parse("full")))
     for i, tokens in enumerate((PROMPT, OTHER)):
-        asks = Request(line=i, id=i, tokens=np.asarray(tokens, np.int32), settings=Settings(max_new_tokens=NEW))
+        asks = Request(line=i, id=i, tokens=np.asarray(tokens, np.int32), settings=SamplingParams(max_new_tokens=NEW))
         engine._enter(seats, Ticket(asks, methods.parse("full"), events[i].append))
     while any(seats.running.slots):
         engine._turn(seats)
     echoed: list[Any] = []
-    asks = Request(line=2, id=2, tokens=np.asarray([*PROMPT, *WANT[0]], np.int32), settings=Settings(max_new_tokens=1))
+    asks = Request(
+        line=2, id=2, tokens=np.asarray([*PROMPT, *WANT[0]], np.int32), settings=SamplingParams(max_new_tokens=1)
+    )
     engine.scoring.append((ticket := Ticket(asks, methods.parse("full"), echoed.append), engine._scored(ticket)))
     while engine.scoring:
         engine._score()

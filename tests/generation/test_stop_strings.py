@@ -17,7 +17,8 @@ from tokenizers.models import WordLevel
 import jkv
 from jkv.batch.job import Job
 from jkv.batch.run import run
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
+from jkv.generation.sampling_params import SamplingParams
 from jkv.generation.stop_strings import StopChecker
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods import parse
@@ -49,7 +50,9 @@ def test_what_comes_with_a_stop_text_and_behind_it_is_not_told(size: int):
         stop = tuple(text[i : i + rng.integers(1, 4)] for i in starts)
         n = length(tokens, stop)
         said, told, checker = "", [], StopChecker(PAIRS, stop, max_new_tokens=50)
-        asked = Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=Settings(stop=stop, max_new_tokens=50))
+        asked = Request(
+            line=1, id=1, tokens=np.zeros(1, np.int32), settings=SamplingParams(stop=stop, max_new_tokens=50)
+        )
         ticket = Ticket(asked, parse("full"), told.append, top=0)
         ticket.begin(PARAMS, ())
         why = None

@@ -34,7 +34,8 @@ from jkv.bench import serve as under
 from jkv.cli.serve import read_token
 from jkv.engine import decode
 from jkv.engine.continuous_batch import Running
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
+from jkv.generation.sampling_params import SamplingParams
 from jkv.methods import parse
 from jkv.serve.batches import Limits, Watch
 from jkv.serve.engine_thread import Engine
@@ -265,7 +266,7 @@ def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
         seats: Any = SimpleNamespace(
             running=SimpleNamespace(admit=admit, shapes=SimpleNamespace(bucket=LIMITS)), tickets={}
         )
-        ticket = Ticket(Request(line=1, id=1, tokens=prompt, settings=Settings()), parse("full"), lambda _: None)
+        ticket = Ticket(Request(line=1, id=1, tokens=prompt, settings=SamplingParams()), parse("full"), lambda _: None)
         engine._enter(seats, ticket)
         receipt = seats.tickets[1].receipt(64, [[64]], 1, 1, 0)
         assert (receipt.reused, receipt.store_codec) == (found, codec)
@@ -273,7 +274,9 @@ def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
 
 def test_a_client_that_reads_slowly_gets_the_newest_receipt_of_each_row():
     def kept(seen: int) -> Kept:
-        ticket = Ticket(Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=Settings()), parse("full"), print)
+        ticket = Ticket(
+            Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=SamplingParams()), parse("full"), print
+        )
         return Kept(receipt=ticket.receipt(seen, [], 0, 0, 0))
 
     async def taken() -> list[tuple[int, Any]]:
@@ -571,7 +574,7 @@ def told(engine: Engine, cache: str, prompt: str | list[int], top: int | None = 
     """The events of a greedy row."""
     ids = np.asarray(PARAMS.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, np.int32)
     events: list[Any] = []
-    request = Request(line=engine.line(), id=None, tokens=ids, settings=Settings(max_new_tokens=24))
+    request = Request(line=engine.line(), id=None, tokens=ids, settings=SamplingParams(max_new_tokens=24))
     engine.submit([Ticket(request, engine.maker.usable(parse(cache)), events.append, top=top)])
     settled(lambda: events and isinstance(events[-1], End | Fault), 120)
     return events

@@ -13,7 +13,8 @@ import numpy as np
 
 from jkv.batch.disaggregated.allocation import PREFILL, STAGES, decide
 from jkv.batch.disaggregated.row_tracker import AHEAD, Ledger, Task
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
+from jkv.generation.sampling_params import SamplingParams
 
 SHARE = 0.9  # share of requests in time, below which a rate is too high
 
@@ -159,7 +160,7 @@ class Simulation:
 
     def _arrive(self, i: int) -> None:
         """Queue a request."""
-        settings = Settings(max_new_tokens=self.asked[i].new)
+        settings = SamplingParams(max_new_tokens=self.asked[i].new)
         self.ledger.waiting.append(Task(0, Request(line=i, id=None, tokens=np.zeros(0, np.int32), settings=settings)))
 
     def _start(self, number: int, member: _Member, now: float) -> None:

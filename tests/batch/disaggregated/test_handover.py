@@ -35,10 +35,11 @@ from jkv.core.compilation import Cost
 from jkv.engine.continuous_batch import Running
 from jkv.engine.decode import Answer, Slots
 from jkv.engine.prefill import Prefilling
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
 from jkv.engine.scheduler import Bucket, single_row
 from jkv.engine.spec import Shapes
 from jkv.generation.cache_file import load_cache, save_cache
+from jkv.generation.sampling_params import SamplingParams
 from jkv.io.errors import FormatError
 from jkv.speculative.proposer import Suffix
 from support import rig
@@ -54,7 +55,7 @@ def requests(n: int) -> tuple[Request, ...]:
     prompts = [rng.integers(0, 90, 20 + 9 * i).astype(np.int32) for i in range(n)]
     draws = [DRAWN if i % 2 else {} for i in range(n)]
     return tuple(
-        Request(line=i, id=i, tokens=x, settings=Settings(max_new_tokens=9 + 11 * i % 30, **d))
+        Request(line=i, id=i, tokens=x, settings=SamplingParams(max_new_tokens=9 + 11 * i % 30, **d))
         for i, (x, d) in enumerate(zip(prompts, draws, strict=True))
     )
 

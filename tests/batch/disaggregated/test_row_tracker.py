@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 from jkv.batch.disaggregated.allocation import decide, divided
 from jkv.batch.disaggregated.row_tracker import TRIES, Ledger, Task
-from jkv.engine.request import Request, Settings
+from jkv.engine.request import Request
+from jkv.generation.sampling_params import SamplingParams
 
 SLOTS = (2, 3)  # of each bucket
 
 
 def tasks(n: int) -> list[Task]:
     return [
-        Task(2 * i // n, Request(line=i, id=None, tokens=np.zeros(0, np.int32), settings=Settings())) for i in range(n)
+        Task(2 * i // n, Request(line=i, id=None, tokens=np.zeros(0, np.int32), settings=SamplingParams()))
+        for i in range(n)
     ]
 
 

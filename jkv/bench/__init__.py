@@ -1,1 +1,1 @@
-"""How fast this machine runs: caches beside each other, beside transformers, and against what the memory allows."""
+"""Benchmarks: caches against each other, against other engines, and against the limits of the hardware."""

@@ -1,4 +1,4 @@
-"""Many ragged prompts: `jkv batch` against a loop of transformers.generate, and against itself without sharing."""
+"""Batch throughput on ragged prompts: `jkv batch`, with and without prefix sharing, and a loop of transformers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from jkv.io.model_source import Source
 from jkv.methods import parse
 from jkv.models import Params, build
 
-TRIED = (1, 4, 8, 16, 32)  # batch sizes of the peer
-SAMPLE = 32  # prompts on which its best one is found
+TRIED = (1, 4, 8, 16, 32)  # batch sizes tried for the peer
+SAMPLE = 32  # prompts for choosing its batch size
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of random tokens that share their first `shared`, and how many tokens each answer has."""
+    """Prompts of random tokens with a shared prefix.
+
+    Attributes:
+        shared: Tokens of the shared prefix.
+        tokens: Token ids of each prompt.
+        new: Tokens to generate for each prompt.
+    """
 
     shared: int
     tokens: list[list[int]]
@@ -42,7 +48,7 @@ class Prompts:
 
 
 def ragged(count: int, longest: int, new: int, shared: int, vocab: int) -> Prompts:
-    """Prompts of `shared` common tokens and longest / 16 to `longest` of their own; answers of new / 4 to `new`."""
+    """Draw prompts of `shared` common plus longest / 16 to `longest` own tokens; answers have new / 4 to `new`."""
     rng = np.random.default_rng(SEED)
     head = rng.integers(0, vocab, shared).tolist()
     own = [rng.integers(0, vocab, rng.integers(max(longest // 16, 1), longest + 1)).tolist() for _ in range(count)]
@@ -50,7 +56,7 @@ def ragged(count: int, longest: int, new: int, shared: int, vocab: int) -> Promp
 
 
 def run_job(params: Params, prompts: Prompts, cache: str, batch: int, shares: bool) -> tuple[Report, list[list[int]]]:
-    """One job in a folder of its own: its report and the tokens of each row."""
+    """Run one batch job in a temporary folder; return its report and the tokens of each row."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "in.jsonl", Path(folder) / "out"
         rows = zip(prompts.tokens, prompts.new, strict=True)
@@ -62,9 +68,9 @@ def run_job(params: Params, prompts: Prompts, cache: str, batch: int, shares: bo
 
 
 def looped(peer: Transformers, prompts: Prompts, batch: int) -> tuple[float, list[list[int]]]:
-    """Seconds of transformers.generate over batches in the order of the file, and the tokens of each row.
+    """Time transformers.generate over batches in file order. Returns the seconds, and the tokens of each row.
 
-    A batch runs to the end of its longest answer, as it does there; a row's tokens beyond its own end are not counted.
+    A batch runs until its longest answer ends, as usual in transformers; tokens beyond a row's own end are not counted.
     """
     torch, out = peer.torch, []
     start = time.perf_counter()
@@ -84,9 +90,9 @@ def looped(peer: Transformers, prompts: Prompts, batch: int) -> tuple[float, lis
 def rows(
     source: Source, count: int, longest: int, new: int, shared: Sequence[int], cache: str, batch: int, threads: int
 ) -> Iterator[dict[str, Any]]:
-    """A line for each engine and each length of a common beginning, as soon as it is measured.
+    """Yield a record for each engine and each length of the shared prefix, as soon as it is measured.
 
-    jkv runs twice, and the second run counts: its programs are compiled, and the seconds of that are told apart.
+    jkv runs twice and the second run counts, when all programs are compiled; compile seconds are reported separately.
     """
     params = build(source.config, source.tensors, jnp.float32)
     params = replace(params, config=replace(params.config, eos=()))
@@ -118,7 +124,7 @@ def rows(
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The comparison as a table that is markdown too."""
+    """Format the comparison as a table that also renders as markdown."""
     names = ("prompts", "common tokens", "engine", "rows at once", "tokens/s", "ratio", "compiling s", "same rows")
     out = Table(*names, box=box.MARKDOWN)
     for x in found:

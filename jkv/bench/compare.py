@@ -1,4 +1,4 @@
-"""jkv's full cache against transformers with the same weights, and against this machine's lower bound."""
+"""The full cache of jkv against transformers with the same weights, and against this machine's lower bound."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ from jkv.bench.speed import number
 from jkv.io.model_source import Source
 from jkv.models import ModelConfig, Params, build
 
-NARROW = "prefill in bfloat16"  # jkv's products, beside the same prompt in float32
+NARROW = "prefill in bfloat16"  # jkv with matrix products in bfloat16; the peer stays in float32
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the comparison, in milliseconds: medians, fastest trials, and what the hardware would need."""
+    """One record of the comparison; all times in milliseconds.
+
+    Attributes:
+        what: What is timed.
+        tokens: Context or prompt length.
+        jkv, other: Medians of jkv and transformers.
+        jkv_best, other_best: Their fastest trials.
+        floor: Lower bound from the hardware's measured rates.
+    """
 
     what: str
     tokens: int
@@ -41,13 +49,13 @@ class Line:
 
 
 def step_bytes(params: Params, cached: int) -> int:
-    """Bytes that a float32 step must read: every weight and `cached` tokens of keys and values."""
+    """Return the bytes that a float32 decode step must read: every weight, and `cached` tokens of keys and values."""
     c = params.config
     return weight_bytes(params) + cached * c.layers * c.heads * c.cached * 4
 
 
 def prompt_operations(params: Params, tokens: int) -> int:
-    """Multiplications and additions of a causal prompt; of the head, only the newest token's row."""
+    """Return the multiplications and additions of a causal prefill, with the LM head applied to the last token only."""
     c = params.config
     weights = sum(x.size for x in jax.tree.leaves(params.layers))
     attention = 2 * c.heads * c.groups * (c.head_dim + c.value_dim) * c.layers * tokens * (tokens + 1) // 2
@@ -64,7 +72,7 @@ def check(model: ModelConfig, lengths: Sequence[int], prompts: Sequence[int], st
 def rows(
     source: Source, lengths: Sequence[int], prompts: Sequence[int], steps: int, rounds: int, threads: int
 ) -> Iterator[dict[str, Any]]:
-    """Every line of the comparison, as soon as it is measured, and the best rates of the hardware so far."""
+    """Yield every record of the comparison as soon as it is measured, with the best hardware rates so far."""
     params = build(source.config, source.tensors, jnp.float32)
     engines = Jkv(params), Transformers(source, threads)
     narrow = Jkv(replace(params, prefill_dtype=jnp.dtype("bfloat16"))), engines[1]
@@ -92,7 +100,7 @@ def rows(
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The comparison as a table that is markdown too."""
+    """Format the comparison as a table that also renders as markdown."""
     out = Table("", "jkv ms", "transformers ms", "ratio", "floor ms", "jkv best", "transformers best", box=box.MARKDOWN)
     for x in found:
         numbers = (x["jkv"], x["other"], x["ratio"], x["floor"], x["jkv_best"], x["other_best"])

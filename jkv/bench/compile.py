@@ -1,4 +1,4 @@
-"""Compile time: until the first block of tokens, and until nothing is left to compile."""
+"""Compile time: until the first tokens, and until all programs are compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS, ONE = "layer by layer", "one program"
 
 
 def check(specs: Sequence[str], context: int, model: ModelConfig) -> None:
-    """Raise ValueError for a cache or a context that cannot work, before anything is compiled."""
+    """Raise ValueError for an unsupported cache or context, before anything is compiled."""
     for spec in specs:
         config = methods.parse(spec)
         check_prefill(config, "jkv bench compile")
@@ -38,10 +38,10 @@ def check(specs: Sequence[str], context: int, model: ModelConfig) -> None:
 
 
 def rows(params: Params, specs: Sequence[str], context: int) -> Iterator[dict[str, Any]]:
-    """Of each cache two rows: `generate` as it is, and one program for the prompt beside one for decoding.
+    """Yield two records per cache: `generate` as it is, and with one program each for prefill and decoding.
 
-    Nothing is compiled at the start. Seconds until the first token (token_s), the first block of tokens (first_s), and
-    the first flush after the prompt (all_s); mib: memory that goes when the programs do.
+    Nothing is compiled at the start. Fields: token_s, first_s and all_s are the seconds until the first token, the
+    first block of tokens, and the first flush after the prompt; mib is the memory freed with the programs.
     """
     ids = np.random.default_rng(SEED).integers(0, params.config.vocab, (1, context))
     kept = jax.config.values["jax_enable_compilation_cache"]

@@ -1,4 +1,4 @@
-"""Which division of processes answers most requests in time, simulated with the times of a job that had stages."""
+"""Simulation of prefill/decode splits, with the measured costs of a disaggregated batch job."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from jkv.io.errors import FormatError
 
 
 def measured(out: Path, every: float = inf) -> tuple[Costs, list[tuple[int, int]]]:
-    """The costs of a job's stages, and the tokens of its prompts and answers. Raises ValueError for an output folder
-    without them."""
+    """Read the costs of a job's stages, and the (prompt, answer) lengths of its rows.
+
+    Args:
+        out: Output folder of the job.
+        every: Seconds between role changes; inf for fixed roles.
+
+    Raises:
+        ValueError: The folder has no such measurements.
+    """
     try:
         report = json.loads((out / "report.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -43,13 +50,13 @@ def rows(
     first: float,
     later: float,
 ) -> Iterator[dict[str, Any]]:
-    """`plans` for requests with the lengths of a job's rows, drawn with their frequencies."""
+    """Yield the `plans` records of simulated requests, whose lengths are sampled from a job's rows."""
     drawn = np.random.default_rng(0).integers(0, len(lengths), requests)
     yield from plans([lengths[i] for i in drawn], workers, rates, costs, first, later)
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The share in time of each division at each rate; the best one is marked."""
+    """Tabulate the share of requests in time for each split and rate, and mark the best split."""
     rates, chosen = list(dict.fromkeys(x["rate"] for x in found)), best(found)
     out = Table("prefill", "decode", *(f"{rate:g} a second" for rate in rates), box=box.MARKDOWN)
     for split in dict.fromkeys((x["prefill"], x["decode"]) for x in found):

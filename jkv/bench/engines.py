@@ -1,4 +1,4 @@
-"""The engines of a comparison: jkv, and transformers or kvpress with the same weights."""
+"""The engines of a comparison: jkv, transformers and kvpress, with the same weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jkv.models import Params
 from jkv.prompts import allocation
 from jkv.prompts.tokenization import reaching
 
-Trial = Callable[[], float]  # runs once -> milliseconds per unit (a token, or a prompt)
-Tokens = Callable[[], list[float]]  # runs once -> milliseconds of each token
+Trial = Callable[[], float]  # runs once, returns milliseconds per token or prompt
+Tokens = Callable[[], list[float]]  # runs once, returns milliseconds of each token
 
 
 class Jkv:
-    """Trials of jkv: prompts of tokens i32[rows,n], greedy decoding, the weights' dtype.
+    """Trials of jkv: prompts i32[rows,n], greedy decoding, in the weights' dtype.
 
-    longest: tokens that a row may have; a cache of relative positions goes on beyond the model's context.
+    `longest` limits the tokens per row; a cache with relative positions may exceed the model's context.
     """
 
     def __init__(self, params: Params, method: str = "full", rows: int = 1, longest: int = 0) -> None:
@@ -44,7 +44,7 @@ class Jkv:
         return allocation.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """f32[B,V] of what comes after prompts."""
+        """Return next-token logits f32[B,V] after prompts."""
         cache = self.empty(ids.shape[1] + 16, 16)
         return np.asarray(
             decode_loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)[1], np.float32
@@ -55,16 +55,23 @@ class Jkv:
         return lambda: clock(lambda: decode_loop.prefill(self.params, cache, x, fresh=True))
 
     def decoding(self, ids: np.ndarray, new: int) -> decode_loop.Decoding:
-        """The state after the prompt, with room for `new` tokens."""
+        """Prefill, and return the decoding state with capacity for `new` tokens."""
         cache = self.empty(ids.shape[1] + new, new)
         cache, logits = decode_loop.prefill(self.params, cache, jnp.asarray(ids, jnp.int32), fresh=True)
         return decode_loop.Decoding.start(cache, logits, new)
 
     def full_window(self, ids: np.ndarray, steps: int) -> tuple[decode_loop.Decoding, Compiled, float]:
-        """The state that has seen as many tokens as `ids`, the last block of them its own; the next step flushes.
+        """Return a decoding state with a full recent window, so that the next step flushes.
 
-        So `steps` tokens from here see the share of flushes that a long answer sees. Also the decode program and the
-        seconds that compiling it took. A prompt has more tokens than a block.
+        `steps` tokens from here contain the same share of flushes as a long answer.
+
+        Args:
+            ids: Prompts, longer than a block. The last block of tokens is generated, not taken from `ids`, so that the
+                state has seen as many tokens as `ids` has.
+            steps: Tokens that will be decoded.
+
+        Returns:
+            The state, the compiled decode program, and its compile seconds.
         """
         n, block = ids.shape[1], self.config.steps
         state = self.decoding(ids[:, : n - block], block + steps)
@@ -79,16 +86,16 @@ class Jkv:
         start = self.decoding(ids, steps)
 
         def trial() -> float:
-            state = jax.block_until_ready(jax.tree.map(jnp.copy, start))  # the loop consumes its state
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, start))  # the loop donates its state
             return clock(lambda: self.run(state, steps)) / steps
 
         return trial
 
 
 class Transformers:
-    """The same trials with transformers on torch CPU: its own attention, its own full cache, its own defaults.
+    """The same trials with transformers on torch CPU, with its default attention and full cache.
 
-    what: the name of a model, or its config and tensors. Raises ValueError if transformers has other tensors.
+    The model is given by name, or as config and tensors. Raises ValueError if transformers expects other tensors.
     """
 
     name = "transformers"
@@ -100,7 +107,7 @@ class Transformers:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         source = read(what) if isinstance(what, str) else what
-        rest = copy.deepcopy(dict(source.config))  # into which it writes
+        rest = copy.deepcopy(dict(source.config))  # transformers modifies its config
         config = AutoConfig.for_model(rest.pop("model_type"), **rest)
         self.torch = torch
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
@@ -112,17 +119,17 @@ class Transformers:
             own[key].copy_(torch.tensor(np.asarray(get(), np.float32)))
 
     def absorb(self, ids: Any, cache: Any) -> Any:
-        """Logits [B,1,V] of the newest token; the cache grows in place."""
+        """Run tokens through the model and return logits [B,1,V] of the newest one; the cache grows in place."""
         with self.torch.inference_mode():
             x = self.torch.as_tensor(ids)
             return self.model(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
     def step(self, logits: Any, cache: Any, at: int) -> Any:
-        """`absorb` of the likeliest token, whose position is `at`."""
+        """Take one greedy step: `absorb` the most likely token at position `at`."""
         return self.absorb(logits[:, -1].argmax(-1, keepdim=True), cache)
 
     def follow(self, cache: str, tokens: int) -> str:
-        """Hold after a prompt what this cache of jkv holds, if the peer can; what it is called there."""
+        """Use the peer's equivalent of this jkv cache, if it has one, and return its name there."""
         return "full"
 
     def cache(self) -> Any:
@@ -134,12 +141,14 @@ class Transformers:
         return lambda: clock(lambda: self.absorb(ids, self.cache()))
 
     def tokens(self, ids: np.ndarray, steps: int) -> Tokens:
-        """Trials of `steps` greedy tokens after the prompt, each timed."""
+        """Return a trial that times each of `steps` greedy tokens after the prompt."""
         start = self.cache()
         first = self.absorb(ids, start)
 
         def trial() -> list[float]:
-            cache = copy.copy(start)  # not every cache can be cut back; attention's layers replace their tensors
+            cache = copy.copy(
+                start
+            )  # a shallow copy, because not every cache can be truncated, and its layers replace their tensors
             cache.layers = [copy.copy(x) for x in start.layers]
             logits, times = first, []
             for i in range(steps):
@@ -155,7 +164,7 @@ class Transformers:
         return lambda: sum(trial()) / steps
 
     def trial(self, what: str, ids: np.ndarray, steps: int) -> Tokens:
-        """Of each prompt or token, as `speed.rows` asks."""
+        """Return a trial that times each prompt or token, for `speed.rows`."""
         if what == "decode":
             return self.tokens(ids, steps)
         whole = self.prefill(ids)
@@ -163,7 +172,7 @@ class Transformers:
 
 
 class Kvpress(Transformers):
-    """transformers, whose cache kvpress compresses after the prompt; generated tokens come on top of it."""
+    """transformers with a cache that kvpress compresses after prefill; generated tokens are appended uncompressed."""
 
     name = "kvpress"
 
@@ -176,7 +185,7 @@ class Kvpress(Transformers):
 
     def follow(self, cache: str, tokens: int) -> str:
         method, kept = presses.shared(cache, tokens)
-        # Half a token more: kvpress rounds down the share that stays.
+        # Half a token more, because kvpress rounds down the share that it keeps.
         gone = max(0.0, 1 - (kept + 0.5) / tokens)
         self.press = None if method == "full" or not gone else presses.PRESSES[method](self.kv, gone, kept)
         self.moved = tokens - kept if isinstance(self.press, self.kv.KeyRerotationPress) else 0
@@ -185,7 +194,7 @@ class Kvpress(Transformers):
     def absorb(self, ids: Any, cache: Any) -> Any:
         if self.press is None or cache.get_seq_length():
             return super().absorb(ids, cache)
-        observes = isinstance(self.press, self.kv.ObservedAttentionPress)  # only eager attention tells its weights
+        observes = isinstance(self.press, self.kv.ObservedAttentionPress)  # only eager attention returns its weights
         self.model.set_attn_implementation("eager" if observes else self.usual)
         with self.press(self.model):
             logits = super().absorb(ids, cache)
@@ -195,7 +204,9 @@ class Kvpress(Transformers):
     def step(self, logits: Any, cache: Any, at: int) -> Any:
         ids = logits[:, -1].argmax(-1, keepdim=True)
         with self.torch.inference_mode():
-            places = self.torch.full_like(ids, at - self.moved)  # transformers would count from the cache's length
+            places = self.torch.full_like(
+                ids, at - self.moved
+            )  # by default transformers counts positions from the cache's length
             return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
 
@@ -203,12 +214,12 @@ PEERS = {kind.name: kind for kind in (Transformers, Kvpress)}
 
 
 def largest_difference(engine: Jkv, peer: Transformers) -> float:
-    """The largest difference of the logits of one prompt; ValueError if that is too much for the same model."""
+    """Return the largest logit difference for one prompt. Raises ValueError if it is too large for equal weights."""
     ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (engine.rows, 16))
     ours = engine.logits(ids)
     theirs = peer.absorb(ids, peer.cache())[:, -1].float().numpy()
     found = float(abs(ours - theirs).max())
-    # the 16-bit types round every layer: their limit is a share of the largest logit
+    # 16-bit types round in every layer, so their limit is relative to the largest logit
     if found > (1e-2 if engine.params.embed.dtype == jnp.float32 else 0.1 * float(abs(theirs).max())):
         raise ValueError(f"the two engines do not run the same model: logits differ by {found:.3g}")
     return found

@@ -1,4 +1,4 @@
-"""The conditions that belong to measured numbers, and the files that hold both."""
+"""Benchmark metadata, result files and CPU affinity."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from jkv.utils.json_results import beside, versions, write
 
-SEED = 0  # of random weights and of prompts
+SEED = 0  # seed of random weights and prompts
 _PACKAGES = ("jkv", "jax", "jaxlib", "numpy", "torch", "transformers")
 
 
 def hardware(threads: int) -> dict[str, Any]:
-    """The processor, the device that jax computes on, the cores in use, and the load average of the last minute."""
+    """Describe the processor, jax's device, the cores in use, and the one-minute load average."""
     import jax
 
     info = Path("/proc/cpuinfo")
@@ -29,7 +29,7 @@ def hardware(threads: int) -> dict[str, Any]:
 
 
 def meta(model: str, threads: int, **more: Any) -> dict[str, Any]:
-    """What stands above the rows of a file."""
+    """Return the metadata of a result file; `more` is added to it."""
     return {
         "machine": hardware(threads),
         "versions": versions(_PACKAGES),
@@ -42,7 +42,7 @@ def meta(model: str, threads: int, **more: Any) -> dict[str, Any]:
 
 
 def check_path(path: Path | None) -> None:
-    """Raise the OSError that `save` would raise, before anything is measured; makes the folder."""
+    """Create the folder of a result file, and raise OSError now if `save` would fail later."""
     if path is None:
         return
     if path.is_dir():
@@ -57,13 +57,17 @@ def check_path(path: Path | None) -> None:
 
 
 def save(path: Path | None, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write {"meta", "rows"} as JSON, whole or not at all; raises OSError about `path`. None: nothing is written."""
+    """Write {"meta", "rows"} as JSON, atomically; does nothing if `path` is None. Raises OSError about `path`."""
     if path is not None:
         write(path, about, rows)
 
 
 def use_cores(threads: int | None) -> int:
-    """Confines the process to `threads` of its cores (None: to all); how many. ValueError if it has not so many."""
+    """Confine the process to `threads` of its cores (None for all), and return their number.
+
+    Raises:
+        ValueError: The process has fewer cores.
+    """
     if not hasattr(os, "sched_setaffinity"):
         if threads is not None:
             raise ValueError("--threads cannot be kept on this system: leave it out")

@@ -1,4 +1,4 @@
-"""What a device is asked once: are its kernels right, how fast is its memory, and what do caches cost there."""
+"""One-time device benchmark: kernel self-tests, memory bandwidth, attention kernels, decoding."""
 
 from __future__ import annotations
 
@@ -49,9 +49,18 @@ STYLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is measured. shape: of a public model, and its layers, 0: all; slots, long, tokens: of the checks, of
-    which every n-th is run; codes, contexts, batch: of the kernels' table; caches, context, steps: of decoding;
-    minutes: after so many no further row is begun."""
+    """How much is measured.
+
+    Attributes:
+        shape: Shape of a public model.
+        layers: Layers of this model to use; 0 for all.
+        every: Only every n-th check is run.
+        slots, long, tokens: Sizes of the checks.
+        codes, contexts, batch: Caches, context lengths and batch size of the attention kernel benchmark.
+        caches, context, steps: Caches, context length and decoded tokens of the decoding benchmark.
+        rounds: Timed rounds.
+        minutes: No further measurement starts after this time.
+    """
 
     shape: str
     layers: int = 0
@@ -70,7 +79,7 @@ class Size:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of the model."""
+        """Return the config of the model."""
         config = model_shapes.SHAPES[self.shape]
         return config | ({"num_hidden_layers": self.layers} if self.layers else {})
 
@@ -93,7 +102,7 @@ SMALL = Size(
 
 
 def size_of(dtype: str) -> Size:
-    """The size for this device: an 8B shape if its weights fit, else a smaller one; SMALL on a CPU."""
+    """Choose the size for this device: an 8B shape if its weights fit, else a smaller one; SMALL on a CPU."""
     if jax.default_backend() == "cpu":
         return SMALL
     for size in (Size(shape=x) for x in ("llama-3.1-8b", "llama-3.2-1b")):
@@ -104,14 +113,14 @@ def size_of(dtype: str) -> Size:
 
 
 def source(size: Size, dtype: str) -> Source:
-    """Random weights, drawn when they are read; ValueError if they do not fit."""
+    """Return random weights, generated lazily. Raises ValueError if they do not fit in memory."""
     return model_shapes.noise(size.config, 4 if dtype == "float32" else 2, 1)
 
 
 class Record:
-    """What was measured, in FILE and PAGE of a folder after every row: what stops a run leaves all before it.
+    """The measurements so far, written to FILE and PAGE of a folder after every one, so that a crash loses nothing.
 
-    Where the disk is full, the run goes on, and `problem` says so; the next row writes all of them.
+    If the disk is full the run continues; `problem` holds the error, and the next write includes all records.
     """
 
     def __init__(self, folder: Path, about: Row) -> None:
@@ -131,7 +140,7 @@ class Record:
 
 
 def measured(size: Size, dtype: str, record: Record, say: Callable[[str], None]) -> None:
-    """All parts, row by row; one that fails, or has no time left, is a row that says so, and the next one begins."""
+    """Run all parts and add every result to `record`; a part that fails or runs out of time adds a note instead."""
     end = time.monotonic() + 60 * size.minutes
 
     def add(part: str, row: Row) -> None:
@@ -145,12 +154,12 @@ def measured(size: Size, dtype: str, record: Record, say: Callable[[str], None])
                 add(part, row)
             if not left:
                 add(part, {"failed": f"no further row was begun: {size.minutes:g} minutes were over"})
-        except Exception as error:  # of whatever a new device or its compiler may raise
+        except Exception as error:  # a new device or its compiler may raise anything
             add(part, {"failed": f"{type(error).__name__}: {error}"})
 
 
 def checks(size: Size, dtype: str) -> Iterator[Row]:
-    """Of each operation, how many cases are right, and those that are not."""
+    """Yield, for each operation, the number of correct self-test cases and the failed ones."""
     name = kernels.native()
     cases = [*attention.cases(size.slots), *(attention.long(size.long) if size.long else [])]
     asked: dict[str, Iterable[tuple[str, str]]] = {
@@ -158,7 +167,7 @@ def checks(size: Size, dtype: str) -> Iterator[Row]:
         "prefill_attention": prompts.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
         "column_sums": columns.verdicts(name, [*prompts.cases(size.tokens)][:: size.every]),
     }
-    if name != "tpu":  # has none of it
+    if name != "tpu":  # only TPUs have this kernel
         asked["window_attention"] = windows.verdicts(name, [*windows.cases()][:: size.every])
     for operation, found in asked.items():
         all_ = list(found)
@@ -173,12 +182,12 @@ def checks(size: Size, dtype: str) -> Iterator[Row]:
 
 
 def rates(size: Size, dtype: str) -> Iterator[Row]:
-    """Bytes a second of a copy and of a product with a vector, operations a second of a float32 product."""
+    """Measure bytes per second of a copy and a matrix-vector product, and FLOP/s of a float32 matrix product."""
     yield {"copy_bytes_per_s": copy_rate(), "read_bytes_per_s": read_rate(), "float32_ops_per_s": arithmetic()}
 
 
 def table(size: Size, dtype: str) -> Iterator[Row]:
-    """Attention alone, over the codes of a layer: the rows of `jkv bench kernel`."""
+    """Time decode attention over one layer's codes; yields the records of `jkv bench kernel`."""
     model = models.read_config(size.config)
     names = list(dict.fromkeys(["xla", kernels.native()]))
     for context in size.contexts:
@@ -192,7 +201,7 @@ def table(size: Size, dtype: str) -> Iterator[Row]:
 
 
 def decoding(size: Size, dtype: str) -> Iterator[Row]:
-    """Decoding of the whole model, with random weights: the rows of `jkv bench decode`."""
+    """Time decoding of the whole model with random weights; yields the records of `jkv bench decode`."""
     weights = source(size, dtype)
     params = models.build(weights.config, weights.tensors, dtype)
     for cache in size.caches:
@@ -203,7 +212,7 @@ def decoding(size: Size, dtype: str) -> Iterator[Row]:
 
 
 def format_row(row: Row) -> str:
-    """A row in a line.
+    """Format a record as one line.
 
     >>> format_row({"cache": "int8", "context": 512, "ms": 1.5}), format_row({"copy_bytes_per_s": 2e9})
     ('int8 at 512: 1.500 ms', '2.0 GB/s')
@@ -221,12 +230,12 @@ def format_row(row: Row) -> str:
 
 
 def right(rows: Sequence[Row]) -> bool:
-    """Whether nothing is wrong or failed, and something was measured."""
+    """Return whether something was measured and nothing is wrong or failed."""
     return bool(rows) and not any(r.get("WRONG") or "failed" in r for r in rows)
 
 
 def page(about: Row, rows: Sequence[Row]) -> str:
-    """One HTML page of its own, which asks no network for anything."""
+    """Render a self-contained HTML page."""
     device = html.escape(f"{about['machine']['device']}: jkv bench hardware")
     of = {part: [r for r in rows if r["part"] == part] for part in PARTS}
     told_ = [
@@ -261,7 +270,7 @@ def _rated(rows: Sequence[Row]) -> Table:
 
 
 def _cells(table: Table) -> str:
-    """A table of the terminal as one of HTML."""
+    """Render a terminal table as HTML."""
     heads = "".join(f"<th>{html.escape(str(c.header))}</th>" for c in table.columns)
     lines = zip(*([html.escape(str(x)) for x in c.cells] for c in table.columns), strict=True)
     body = "".join(f"<tr>{''.join(f'<td>{x}</td>' for x in line)}</tr>" for line in lines)

@@ -1,4 +1,4 @@
-"""One operation alone: all implementations of this platform over the same random codes, and dense attention."""
+"""Kernel benchmark: all implementations of decode attention over the same random codes, and dense attention."""
 
 from __future__ import annotations
 
@@ -34,13 +34,22 @@ from jkv.utils.optional_deps import install
 OPERATIONS = ("decode_attention",)
 DENSE = ("float32", "bfloat16")
 VERSUS = ("sdpa", "cudnn")
-REPEATS = 16  # attentions of a trial, each waiting for the one before: one alone would measure how it is dispatched
-CLOSE = 0.02  # of the largest number of the result: what 16-bit products may be off
+REPEATS = 16  # chained attention calls per trial; a single call would mostly measure dispatch
+CLOSE = 0.02  # tolerance for 16-bit products, relative to the largest number of the result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention: q f[B,H,G,1,D] at i32[B,1] over a tier, the same tokens as floats f32[B,H,C,D], and the result."""
+    """One attention problem.
+
+    Attributes:
+        q: Queries f[B,H,G,1,D].
+        at: Their positions i32[B,1].
+        tier: The tier that they read.
+        config: Its config.
+        dense: The same keys and values, dequantized to f32[B,H,C,D].
+        want: The expected result.
+    """
 
     q: Array
     at: Array
@@ -52,7 +61,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to solve it: its result, a trial that gives the ms of one attention, and the bytes that it reads."""
+    """One implementation of a problem.
+
+    Attributes:
+        name: Name of the implementation.
+        result: Computes the result.
+        trial: Returns the milliseconds of one attention call.
+        nbytes: Bytes that a call reads.
+    """
 
     name: str
     result: Callable[[], np.ndarray]
@@ -61,7 +77,7 @@ class Case:
 
 
 def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
-    """Raise ValueError for an operation or an implementation that there is not, here."""
+    """Raise ValueError for an unknown operation, or an implementation that this platform does not have."""
     if operation not in OPERATIONS:
         raise ValueError(f"--op {operation}: there is {', '.join(OPERATIONS)}")
     for name in names:
@@ -76,7 +92,11 @@ def check(operation: str, names: Sequence[str], versus: Sequence[str]) -> None:
 
 
 def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str) -> Problem:
-    """Of the codecs of a cache, its last tier's, in a model's shape; ValueError for codes that no kernel reads."""
+    """Build a random problem in a model's shape, with the codecs of the last tier of a cache.
+
+    Raises:
+        ValueError: No kernel reads these codes.
+    """
     cache = methods.parse(spec)
     k, v = cache.codecs(cache.tiers[-1])
     plain = CacheConfig(tiers=(TierSpec(k=k, v=v, rope=cache.tiers[-1].rope),), recent=0, sinks=0)
@@ -104,12 +124,12 @@ def problem(spec: str, model: ModelConfig, batch: int, context: int, dtype: str)
 
 
 def repeated(name: str, run: Callable[[Array, Any], Array], q: Array, held: Any) -> Case:
-    """A function of jax, (q, held) -> f[B,H,G,1,D]."""
+    """Wrap a jax function (q, held) -> f[B,H,G,1,D] as a case of REPEATS chained calls."""
 
     @jax.jit
     def many(q: Array, held: Any) -> Array:
         def body(_: Array, q: Array) -> Array:
-            q, now = jax.lax.optimization_barrier((q, held))  # or what does not depend on q would be done once
+            q, now = jax.lax.optimization_barrier((q, held))  # keeps XLA from hoisting work that does not depend on q
             return q + (1e-6 * run(q, now)).astype(q.dtype)
 
         return jax.lax.fori_loop(0, REPEATS, body, q)
@@ -123,7 +143,7 @@ def repeated(name: str, run: Callable[[Array, Any], Array], q: Array, held: Any)
 
 
 def coded(name: str, p: Problem, model: ModelConfig) -> Case:
-    """An implementation over the codes: "xla", or a kernel of its own; ValueError if that does not take them."""
+    """Return the case of an implementation over the codes. Raises ValueError if a kernel does not support them."""
     held = p.tier.k, p.tier.v, p.tier.pos
     config = replace(p.config, kernels=name)
 
@@ -135,7 +155,7 @@ def coded(name: str, p: Problem, model: ModelConfig) -> Case:
 
 
 def dense(dtype: str, p: Problem, scale: float) -> Case:
-    """jkv's attention over the same tokens, decoded to floats."""
+    """Return the case of jkv's dense attention over the dequantized tokens."""
 
     def run(q: Array, held: Any) -> Array:
         k, v, pos = held
@@ -145,7 +165,7 @@ def dense(dtype: str, p: Problem, scale: float) -> Case:
 
 
 def cudnn(p: Problem, scale: float) -> Case:
-    """jax's own call of cuDNN over the same tokens in bfloat16, which wants heads behind tokens."""
+    """Return the case of cuDNN, called by jax, over the same tokens in bfloat16 (with heads after tokens)."""
     b, h, g, _, d = p.q.shape
 
     def run(q: Array, held: Any) -> Array:
@@ -157,7 +177,7 @@ def cudnn(p: Problem, scale: float) -> Case:
 
 
 def sdpa(p: Problem, scale: float) -> Case:
-    """torch's scaled_dot_product_attention over the same tokens in bfloat16."""
+    """Return the case of torch's scaled_dot_product_attention over the same tokens in bfloat16."""
     import torch  # pyright: ignore[reportMissingImports]  an extra
 
     b, h, g, _, d = p.q.shape
@@ -192,9 +212,12 @@ def rows(
     dtype: str,
     rounds: int,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each cache, context and way, in ms of one attention; `ratio` to the dense ones of the same turns.
+    """Yield a record for each cache, context and implementation: ms per attention call, and the ratio to dense.
 
-    Raises RuntimeError for a way whose result is wrong, before anything of it is timed.
+    Implementations take turns, and `ratio` compares with the dense attention of the same turns.
+
+    Raises:
+        RuntimeError: An implementation gives a wrong result; it is checked before it is timed.
     """
     for context in contexts:
         for spec in specs:
@@ -220,16 +243,16 @@ def rows(
 
 
 def wrong(case: Case, want: np.ndarray, spec: str) -> float:
-    """The largest error as a share of the largest number; RuntimeError if it is more than rounding."""
+    """Return the largest error relative to the largest number. Raises RuntimeError if it exceeds rounding."""
     got = case.result()
     error = float(abs(got - want).max() / abs(want).max())
-    if not error < CLOSE:  # a NaN is wrong too
+    if not error < CLOSE:  # also catches NaN
         raise RuntimeError(f"{case.name} gives a wrong result over {spec}: off by {error:.2g}; it was not timed")
     return error
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     heads = ("codes of", "context", "implementation", "ms", "p99", "read MiB", "of copy rate")
     out = Table(*heads, *(f"/ dense {x}" for x in DENSE), "error", box=box.MARKDOWN)
     for r in found:

@@ -1,4 +1,4 @@
-"""llama.cpp, of the package xllamacpp, beside jkv: the same .gguf file, in the codes that the file has."""
+"""llama.cpp (package xllamacpp) as a peer: the same .gguf file, in its own quantized format."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from jkv.bench.engines import Jkv, Tokens
 
 NAME = "llama.cpp"
-# What llama.cpp keeps keys and values in where jkv has this cache, by the names of its types.
+# KV cache types of llama.cpp, by the jkv cache that they correspond to.
 CACHES = {"full": "F16", "int8": "Q8_0", "int4": "Q4_0"}
-LIKELY = 20  # words whose log-probabilities must be those of jkv
-APART = 1.0  # nats that they may differ by: llama.cpp rounds what weights are multiplied by to 8 bits
+LIKELY = 20  # top tokens whose log-probabilities must agree with jkv
+APART = 1.0  # tolerance in nats, because llama.cpp rounds activations to 8 bits
 
 
 def shared(cache: str, tokens: int) -> str:
-    """The type in which llama.cpp keeps what this cache of jkv keeps of so many; ValueError if it has none.
+    """Return the KV cache type of llama.cpp that corresponds to a jkv cache. Raises ValueError if there is none.
 
     >>> shared("int8", 9)
     'Q8_0'
@@ -31,10 +31,10 @@ def shared(cache: str, tokens: int) -> str:
 
 
 class LlamaCpp:
-    """Trials of llama.cpp on the CPU: one row, its own kernels, greedy tokens.
+    """Trials of llama.cpp on the CPU: one row, its own kernels, greedy decoding.
 
-    A prompt is read once and stays; each trial of decoding reads its last token again. Times are those that llama.cpp
-    gives: of a prompt, and of each token from the second on.
+    A prompt is prefilled once and stays cached; each decoding trial reads its last token again. Times are reported by
+    llama.cpp: for the prompt, and for each token from the second on.
     """
 
     name = NAME
@@ -46,12 +46,12 @@ class LlamaCpp:
         self.server: Any = None
 
     def follow(self, cache: str, tokens: int) -> str:
-        """Hold a prompt in the type of this cache."""
+        """Use the KV cache type that corresponds to this jkv cache, and return its name."""
         self.kept = shared(cache, tokens)
         return self.kept
 
     def trial(self, what: str, ids: np.ndarray, steps: int) -> Tokens:
-        """Of each prompt or token, as `speed.rows` asks."""
+        """Return a trial that times each prompt or token, for `speed.rows`."""
         if len(ids) > 1:
             raise ValueError(f"--batch {len(ids)} beside {NAME}: it is asked for one row here; leave --batch out")
         self._start(ids.shape[1] + steps + 1)
@@ -61,13 +61,13 @@ class LlamaCpp:
         def trial() -> list[float]:
             said = self._ask(ids[0], steps + 1, cache_prompt=True, timings_per_token=True)
             marks = {x["timings"]["predicted_n"]: x["timings"]["predicted_ms"] for x in said}
-            # a piece may be several tokens: the bytes of one character
+            # a piece may be several tokens that form one character
             return [t for (m, a), (n, b) in pairwise(sorted(marks.items())) for t in [(b - a) / (n - m)] * (n - m)]
 
         return trial
 
     def apart(self, engine: Jkv) -> float:
-        """The largest difference of the likeliest words' log-probabilities; ValueError if that is of another model."""
+        """Return the largest log-probability difference of the top tokens. Raises ValueError if the models differ."""
         ids = np.random.default_rng(1).integers(0, engine.params.config.vocab, (1, 16))
         self._start(32)
         (token,) = self._ask(ids[0], 1, cache_prompt=False, n_probs=LIKELY)[0]["choices"][0]["logprobs"]["content"]
@@ -80,7 +80,7 @@ class LlamaCpp:
         return float(found)
 
     def _start(self, longest: int) -> None:
-        """A server with room for so many tokens in the place of the one before."""
+        """Replace the server by one with a context of `longest` tokens."""
         self.server = None
         p = self.cpp.CommonParams()
         p.model.path, p.n_ctx, p.n_parallel, p.n_gpu_layers = str(self.file), longest, 1, 0
@@ -90,7 +90,7 @@ class LlamaCpp:
         self.server = self.cpp.Server(p)
 
     def _ask(self, ids: Sequence[int] | np.ndarray, new: int, **how: Any) -> list[dict[str, Any]]:
-        """What it says of so many greedy tokens after those, piece by piece."""
+        """Generate `new` greedy tokens after `ids`, and return the server's streamed responses."""
         greedy = {"samplers": ["top_k"], "top_k": 1, "ignore_eos": True}
         said: list[dict[str, Any]] = []
         asked = {"prompt": np.asarray(ids).tolist(), "n_predict": new, "stream": True, **greedy, **how}

@@ -1,4 +1,4 @@
-"""Time and bytes per token while a text grows; a budget should keep both constant."""
+"""Time per token and cache bytes while a text grows; a budget should keep both constant."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jkv.methods import compatibility
 from jkv.models import ModelConfig, Params
 from jkv.utils.plotting import blank
 
-PROMPT, PIECE = 16, 16  # tokens before the first generated one; tokens timed at a time
+PROMPT, PIECE = 16, 16  # prompt tokens; tokens timed at a time
 
 
 def check(specs: Sequence[str], marks: Sequence[int], over: int, model: ModelConfig) -> None:
-    """Raise ValueError for caches, marks or lengths that cannot be measured."""
+    """Raise ValueError for unsupported caches, marks or lengths."""
     if over < PIECE or over % PIECE:
         raise ValueError(f"--over {over}: whole pieces of {PIECE} tokens are timed; give a multiple of {PIECE}")
     for low, high in zip((1, *marks), marks, strict=False):
@@ -43,7 +43,7 @@ def check(specs: Sequence[str], marks: Sequence[int], over: int, model: ModelCon
 
 
 def doubling(tokens: int, over: int) -> list[int]:
-    """Marks from 1024 on, the last at `tokens`.
+    """Return marks that double from 1024, the last one at `tokens`.
 
     >>> doubling(5000, 128), doubling(2048, 128)
     ([1024, 2048, 4096, 5000], [1024, 2048])
@@ -55,7 +55,7 @@ def doubling(tokens: int, over: int) -> list[int]:
 
 
 def rows(params: Params, specs: Sequence[str], marks: Sequence[int], over: int) -> Iterator[dict[str, Any]]:
-    """Milliseconds per token over the last `over` tokens before each mark, all really generated; and bytes."""
+    """Yield ms per token over the last `over` tokens before each mark, and cache bytes; every token is generated."""
     for spec in specs:
         engine = Jkv(params, spec, 1, PROMPT + marks[-1] + 64)
         state = engine.run(engine.decoding(np.ones((1, PROMPT), np.int32), marks[-1]), 1)
@@ -71,7 +71,7 @@ def rows(params: Params, specs: Sequence[str], marks: Sequence[int], over: int) 
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     out = Table("cache", "tokens", "ms/token", "best", "cache MiB", box=box.MARKDOWN)
     for r in found:
         out.add_row(r["cache"], f"{r['tokens']:,}", number(r["ms"]), number(r["best"]), mib(r["bytes"]))
@@ -79,7 +79,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws ms a token and MiB against the tokens generated, a line a cache; raises as `inspect.plot` does."""
+    """Plot ms per token and MiB against generated tokens, one line per cache; raises as `inspect.plot` does."""
     figure = blank(11, 4.2)
     for axis, key, scale, name in zip(
         figure.subplots(1, 2), ("ms", "bytes"), (1, 2**20), ("ms a token", "MiB of the cache"), strict=True

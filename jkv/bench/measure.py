@@ -1,4 +1,4 @@
-"""Clocks, alternating trials, percentiles, and the counts of the hardware and the compiler."""
+"""Timers, alternating trials, percentiles, and measured rates of the hardware."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def clock(run: Callable[[], Any]) -> float:
-    """Milliseconds until the arrays that `run` returns are there.
+    """Time `run` in milliseconds, until the arrays that it returns are ready.
 
     >>> clock(lambda: None) >= 0
     True
@@ -30,7 +30,7 @@ def clock(run: Callable[[], Any]) -> float:
 
 
 def turns(trials: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
-    """What each trial returns, after a warm-up of each, in turns A B A B: a noisy neighbour slows both.
+    """Run trials alternately (A B A B) after a warm-up of each, so that noise affects all alike.
 
     >>> turns([lambda: 1.0, lambda: 2.0], 2)
     [[1.0, 1.0], [2.0, 2.0]]
@@ -42,7 +42,7 @@ def turns(trials: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
 
 
 def percentiles(trials: Sequence[Sequence[float]]) -> dict[str, float]:
-    """ms: the median of the trials' means; p50, p99: of all their samples, linear between the nearest two.
+    """Return ms, the median of the trials' means, and p50 and p99 of all samples (linearly interpolated).
 
     >>> percentiles([[1.0, 3.0], [2.0, 4.0], [1.0, 1.0]])["ms"]
     2.0
@@ -52,7 +52,7 @@ def percentiles(trials: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def read_rate() -> float:
-    """Bytes a second that a product of a 512 MiB matrix and a vector reads: the fastest of nine."""
+    """Measure bytes per second read by a product of a 512 MiB matrix and a vector: the fastest of nine."""
     a, x = jnp.ones((1 << 16, 1 << 11)), jnp.ones(1 << 11)
     dot = jax.jit(jnp.dot)
     jax.block_until_ready(dot(a, x))
@@ -60,9 +60,9 @@ def read_rate() -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written, of copies of 512 MiB: the fastest of nine.
+    """Measure bytes per second, read plus written, of copying 512 MiB: the fastest of nine.
 
-    Onto itself, one added: a copy to fresh memory would measure how fast the system hands out pages.
+    The copy adds one in place, because a copy to fresh memory would measure page allocation by the system.
     """
     a = jnp.ones(1 << 27)
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -76,7 +76,7 @@ def copy_rate() -> float:
 
 
 def arithmetic(dtype: Any = jnp.float32) -> float:
-    """Operations a second of a matrix product of width 2048, summed in float32: the fastest of nine."""
+    """Measure FLOP/s of a matrix product of width 2048, accumulated in float32: the fastest of nine."""
     a = jnp.ones((2048, 2048), dtype)
     dot = jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))
     jax.block_until_ready(dot(a))
@@ -84,13 +84,13 @@ def arithmetic(dtype: Any = jnp.float32) -> float:
 
 
 def weight_bytes(params: Params) -> int:
-    """Bytes of weights that a decode step reads: all; of a table that is not the head too, only the tokens' rows."""
+    """Return the weight bytes that a decode step reads, except the few rows of an untied embedding."""
     spare = 0 if params.config.tied else tree_bytes(params.embed)
     return tree_bytes((params.embed, params.layers, params.norm, params.head)) - spare
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of a cache that a decode step reads: states, windows and tiers; with a selector, its index and picks."""
+    """Return the cache bytes that a decode step reads: states, windows and tiers; with a selector, index and picks."""
     m, total = cache.model, tree_bytes(cache.states)
     q = jax.ShapeDtypeStruct((cache.rows, m.heads, m.groups, 1, m.head_dim), jnp.float32)
     for plan, layer in zip(cache.plan, cache.read, strict=True):

@@ -1,4 +1,4 @@
-"""The subject of a benchmark: a model with its weights, or the shape of a public one with random weights."""
+"""Benchmark models: a model with its weights, or the shape of a public model with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jkv.io.model_source import Source
 from jkv.models.weights import params as weights
 from jkv.utils import memory
 
-# As the configs of the checkpoints say: what decides the function, and so the bytes and the time.
+# From the checkpoints' configs: only the fields that determine the computation, and so bytes and time.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": dict(
         model_type="llama",
@@ -123,10 +123,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 def subject(
     model: str | None, shape: str | None, random_weights: bool, itemsize: int, copies: int
 ) -> tuple[str, Source]:
-    """The name of what is measured, and its config and tensors, read when called.
+    """Return the name of the measured model and its source (config, and tensors that are read lazily).
 
-    copies: of the weights, `itemsize` bytes a number, that must fit in memory. Raises ValueError for an unknown name,
-    for options that contradict each other, and for random weights that would not fit.
+    Args:
+        model: Model to read; None for the default or with `shape`.
+        shape: Shape of a public model.
+        random_weights: Whether to use random weights.
+        itemsize: Bytes per weight.
+        copies: Copies of the weights that must fit in memory.
+
+    Raises:
+        ValueError: The name is unknown, the options contradict each other, or random weights do not fit in memory.
     """
     if shape is None:
         name = model or "smollm2-135m"
@@ -141,7 +148,7 @@ def subject(
 
 
 def find(shape: str) -> dict[str, Any]:
-    """The config of a shape; ValueError for an unknown one, with the nearest."""
+    """Return the config of a shape. Raises ValueError for an unknown one, and suggests the nearest."""
     if shape not in SHAPES:
         near = difflib.get_close_matches(shape.lower(), SHAPES, 1, 0.4)
         raise ValueError(
@@ -151,16 +158,16 @@ def find(shape: str) -> dict[str, Any]:
 
 
 def config_of(model: str) -> Mapping[str, Any]:
-    """The config of a public model's shape, or of a model that can be read."""
+    """Return the config of a public model's shape, or of a model that can be read."""
     return SHAPES[model] if model in SHAPES else read(model).config
 
 
 def noise(config: Mapping[str, Any], itemsize: int, copies: int) -> Source:
-    """Seeded random weights in a model's shape; ValueError if `copies` of them would not fit in memory."""
+    """Return seeded random weights in a model's shape. Raises ValueError if `copies` of them do not fit in memory."""
     c = models.read_config(config)
     table = models.FAMILIES[c.family].TENSORS
     sizes = [prod(shape) for shape in weights.names(c, table).values()]
-    need = copies * itemsize * sum(sizes) + 4 * max(sizes)  # drawn in float32, one at a time
+    need = copies * itemsize * sum(sizes) + 4 * max(sizes)  # tensors are generated in float32, one at a time
     left = memory.free(jax.devices()[0])
     if need > left:
         raise ValueError(

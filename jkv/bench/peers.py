@@ -1,7 +1,7 @@
-"""jkv against kvpress, the torch library of the field: kept tokens, and predictions.
+"""Fidelity to kvpress (torch): kept tokens and predictions of the same methods.
 
 `python -m jkv.bench.peers` needs torch, transformers and kvpress. Both sides run the same float32 weights over the same
-prompts. Then each cache stays frozen while both read the same continuation at its true positions.
+prompts. Each cache then stays frozen while both read the same continuation at its true positions.
 """
 
 from __future__ import annotations
@@ -36,14 +36,19 @@ KEEPS = (0.5, 0.25, 0.125)
 
 @dataclass(frozen=True)
 class KeptPositions:
-    """What a cache holds: the positions bool[L,B,H,S], and the perplexity after it."""
+    """What a cache keeps.
+
+    Attributes:
+        here: Kept positions, bool[L,B,H,S].
+        ppl: Perplexity of the continuation.
+    """
 
     here: np.ndarray
     ppl: float
 
     @classmethod
     def joined(cls, rows: Sequence[KeptPositions]) -> KeptPositions:
-        """Of texts of one length, in a batch.
+        """Concatenate the results of texts of equal length along the batch.
 
         >>> one, two = (KeptPositions(np.ones((1, 1, 1, 3), bool), x) for x in (2.0, 8.0))
         >>> KeptPositions.joined([one, two]).here.shape, round(KeptPositions.joined([one, two]).ppl, 6)
@@ -54,7 +59,7 @@ class KeptPositions:
 
 
 def ppl(logits: Any, ids: np.ndarray) -> float:
-    """exp of the mean loss of ids i32[B,T] under logits f32[B,T,V].
+    """Compute the perplexity of ids i32[B,T] under logits f32[B,T,V].
 
     >>> round(ppl(np.zeros((1, 2, 8), np.float32), np.array([[3, 5]])), 5)
     8.0
@@ -63,7 +68,7 @@ def ppl(logits: Any, ids: np.ndarray) -> float:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """f[L,B,H]: the share of the positions in a bool[L,B,H,S] that are in b.
+    """Return f[L,B,H], the share of the positions in a bool[L,B,H,S] that are also in b.
 
     >>> overlap(np.array([[[[True, True, False, False]]]]), np.array([[[[True, False, True, False]]]])).tolist()
     [[[0.5]]]
@@ -75,16 +80,18 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def texts(prompt: int) -> dict[str, tuple[str, int]]:
-    """The cache, and the chunks that it reads a prompt in, of every spec of every keep, and of "full"."""
+    """Return (cache, prefill chunk) for every compared spec and budget, and for "full"."""
     return {"full": ("full", 0)} | {
         p.key(n): (p.text(n), p.chunk) for p in PEERS for n in (int(keep * prompt) for keep in KEEPS)
     }
 
 
 def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, prefill: Prefills) -> KeptPositions:
-    """One of `texts`."""
+    """Run one entry of `texts` and return what it keeps."""
     before, after = np.split(ids, [prompt], 1)
-    config = replace(methods.parse(text), block=after.shape[1], chunk=chunk)  # no flush before the continuation's end
+    config = replace(
+        methods.parse(text), block=after.shape[1], chunk=chunk
+    )  # a block so long that no flush happens during the continuation
     cache, logits = prefill(params, config, before, after.shape[1])
     predicted = np.concatenate(list(Follow(params, cache, logits, after)), 1)
     found = KeptPositions(here(cache, prompt), ppl(predicted, after))
@@ -97,10 +104,10 @@ def ours(params: Params, ids: np.ndarray, prompt: int, text: str, chunk: int, pr
 
 
 class Kvpress:
-    """The presses on transformers: one eager prompt, every press on every layer of it, then the continuation.
+    """The presses on transformers: prefill once (eager), apply every press to every layer, then continue.
 
-    What it leaves of a layer is keys, values, and which positions of the prompt are held, bool[B,H,S]; keys and values
-    are of the whole prompt where a press only masks.
+    The result per layer is keys, values, and the kept positions of the prompt, bool[B,H,S]. Keys and values cover the
+    whole prompt if a press only masks.
     """
 
     def __init__(self, name: str, params: Params, threads: int) -> None:
@@ -113,11 +120,11 @@ class Kvpress:
         self.kv, self.torch, self.params = kvpress, torch, params
         self.peer = Transformers(name, threads)
         self.model = self.peer.model
-        self.masked: dict[int, Any] = {}  # of the cache that is read: layer -> bool[B,H,S]
+        self.masked: dict[int, Any] = {}  # per layer of the current cache: bool[B,H,S]
         ALL_ATTENTION_FUNCTIONS["lower_right"] = self._attend
 
     def _attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[Any, None]:
-        """New tokens see what is cached and not masked, however much each layer has, and each other causally."""
+        """Attend to cached tokens that are not masked, and causally to new ones; layers may differ in length."""
         groups, new, old = q.shape[1] // k.shape[1], q.shape[2], k.shape[2] - q.shape[2]
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         seen = self.torch.ones(new, old + new, dtype=self.torch.bool).tril(old)
@@ -128,7 +135,10 @@ class Kvpress:
         return out.transpose(1, 2), None
 
     def run(self, ids: np.ndarray, prompt: int) -> dict[tuple[str, float], KeptPositions]:
-        """Every peer at every keep, and ("full", 1); a text at a time, as some presses take those of row 0 for all."""
+        """Run every peer at every budget, and ("full", 1), one text at a time.
+
+        Batches are avoided because some presses use the selection of row 0 for all rows.
+        """
         found = [self._row(ids[i : i + 1], prompt) for i in range(len(ids))]
         return {key: KeptPositions.joined([row[key] for row in found]) for key in found[0]}
 
@@ -156,13 +166,15 @@ class Kvpress:
     def _by_layer(
         self, presses: dict[tuple[Peer, float], Any], ids: Any
     ) -> tuple[Any, dict[tuple[str, float], list[Any]]]:
-        """The logits of the last token, and what each press, and ("full", 1), leaves of each layer of one pass."""
+        """Return the last token's logits, and each layer's result of every press and of ("full", 1), from one pass."""
         cut: dict[Any, list[Any]] = {("full", 1.0): []} | {(p.method, keep): [] for p, keep in presses}
 
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             held = kwargs["past_key_values"].layers[module.layer_idx]
             cut["full", 1.0].append((held.keys, held.values, self._held(module, held.keys, held.keys)))
-            module.config._attn_implementation = "sdpa"  # presses that mask refuse eager attention, which asks for none
+            module.config._attn_implementation = (
+                "sdpa"  # masking presses reject eager attention, although eager attention does not call them
+            )
             for (peer, keep), press in presses.items():
                 wants = isinstance(press, self.kv.ObservedAttentionPress)
                 given = kwargs["hidden_states"], held.keys, held.values, output[1] if wants else None, kwargs
@@ -183,16 +195,16 @@ class Kvpress:
         return first, cut
 
     def _at_once(self, press: Any, ids: Any) -> list[Any]:
-        """What a press leaves that reads more after the prompt and then compresses all layers."""
+        """Return the result of a press that reads more after the prompt, and then compresses all layers at once."""
         cache = self.peer.cache()
         self.model.set_attn_implementation("sdpa")
-        with self.torch.no_grad(), press(self.model):  # it reads on as it is left
+        with self.torch.no_grad(), press(self.model):  # the press reads further tokens when its context exits
             self.model(ids, past_key_values=cache, use_cache=True)
         parts = zip(self.model.model.layers, cache.layers, strict=True)
         return [(held.keys, held.values, self._held(part.self_attn, held.keys, held.keys)) for part, held in parts]
 
     def _continue(self, layers: list[Any], ids: Any, start: int) -> Any:
-        """Logits [B,T,V] of ids at positions from `start` on, after a cache of `layers`."""
+        """Return logits [B,T,V] of ids at positions from `start` on, with a cache of `layers`."""
         cache = self.peer.cache()
         for i, (k, v, _) in enumerate(layers):
             cache.update(k, v, i)
@@ -201,9 +213,9 @@ class Kvpress:
         return self.model(ids, past_key_values=cache, position_ids=places, use_cache=True).logits
 
     def _held(self, module: Any, keys: Any, kept: Any) -> Any:
-        """bool[B,H,S]: which rows of `keys` [B,H,S,D] are in `kept` [B,H,n,D], by the bits of two numbers of each.
+        """Return bool[B,H,S], the rows of `keys` [B,H,S,D] that are in `kept` [B,H,n,D], by the bits of two numbers.
 
-        A press that masks keeps all rows, and leaves in `module` the indices of those that it masks.
+        A masking press keeps all rows, and stores the indices of masked ones in `module`.
         """
         bits = [x[..., :2].contiguous().view(self.torch.int64)[..., 0] for x in (keys, kept)]
         ordered, order = bits[0].sort(-1)
@@ -223,14 +235,14 @@ class Kvpress:
 def compared(
     prompt: int, mine: dict[str, KeptPositions], theirs: dict[tuple[str, float], KeptPositions]
 ) -> list[dict[str, Any]]:
-    """Every row of what `ours`, by `texts`, and `Kvpress.run` found."""
+    """Return all records that compare `ours` (by `texts`) with `Kvpress.run`."""
     keys = [("full", 1.0, "full", "")]
     keys += [(p.method, keep, p.key(int(keep * prompt)), p.note) for p in PEERS for keep in KEEPS]
     return [line(method, keep, mine[key], theirs[method, keep], note) for method, keep, key, note in keys]
 
 
 def about(args: argparse.Namespace, ids: np.ndarray) -> dict[str, Any]:
-    """What stands above the rows."""
+    """Return the metadata of the result file."""
     hashes = [hashlib.sha256(x.astype("<i4").tobytes()).hexdigest() for x in ids]
     tokens = {"text": "pydoc", "sha256 of little-endian int32": hashes}
     out = meta(args.model, args.threads, prompt=args.prompt, continuation=args.new, windows=tokens)
@@ -238,7 +250,7 @@ def about(args: argparse.Namespace, ids: np.ndarray) -> dict[str, Any]:
 
 
 def line(method: str, keep: float, a: KeptPositions, b: KeptPositions, note: str) -> dict[str, Any]:
-    """One row: overlaps are shares of what jkv keeps; the least is that of the worst layer, window and head."""
+    """Return one record. Overlaps are shares of what jkv keeps; the least is over layers, windows and heads."""
     same = overlap(a.here, b.here)
     return {
         "method": method,
@@ -253,7 +265,7 @@ def line(method: str, keep: float, a: KeptPositions, b: KeptPositions, note: str
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Any:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     from rich import box
     from rich.table import Table
 
@@ -274,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--out", type=Path, default=Path("results/kvpress.json"))
     args = p.parse_args(argv)
     check_path(args.out)
-    use_cores(args.threads)  # before the first computation
+    use_cores(args.threads)  # before jax starts its threads
     params = jkv.load(args.model)
     assert params.tokenizer is not None
     ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)

@@ -1,6 +1,6 @@
-"""The methods of kvpress that jkv has too, with the arguments that make them the same method.
+"""The methods that kvpress and jkv share, with the arguments that make them equivalent.
 
-A name in brackets is a variant that takes one difference away.
+A name in brackets is a variant that removes one difference.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.prefill.probes import Graded, Rebuilt
 
-Press = Callable[[Any, float, int], Any]  # (the package kvpress, share of the prompt that goes, tokens kept) -> a press
-WINDOW = 32  # queries that snapkv, pyramidkv, chunkkv, criticalkv and finch ask, in both
-BLOCK = 128  # tokens of a chunk of keydiff, in both
-PIECE = 256  # tokens that kvgrad repeats at a time, in both
+Press = Callable[[Any, float, int], Any]  # (kvpress module, share of the prompt to drop, tokens kept) -> press
+WINDOW = 32  # observation window of snapkv, pyramidkv, chunkkv, criticalkv and finch, in both
+BLOCK = 128  # chunk size of keydiff, in both
+PIECE = 256  # chunk size of kvgrad's repetition, in both
 
 
 def lagged(kv: Any, gone: float, n: int) -> Any:
-    """kvpress's LagKV with the block and the sinks that jkv takes where it keeps n tokens."""
+    """Build kvpress's LagKV with the block and sink sizes that jkv uses to keep n tokens."""
     return kv.LagKVPress(gone, lag_size=min(128, max(n // 4, 1)), n_sink=min(16, max(n // 4, 1)))
 
 
 def guided(kv: Any, gone: float, n: int) -> Any:
-    """kvpress's FINCH of a question of WINDOW tokens, without the token that marks where it begins."""
+    """Build kvpress's FINCH for a question of WINDOW tokens, without the delimiter token."""
     inner = kv.FinchPress(gone)
     inner.window_size = WINDOW
 
@@ -58,9 +58,10 @@ PRESSES: dict[str, Press] = {
 
 
 def shared(cache: str, tokens: int) -> tuple[str, int]:
-    """The method of a cache that kvpress has too, and how many of `tokens` it keeps; "full" keeps all.
+    """Return the kvpress method of a cache, and how many of `tokens` it keeps; "full" keeps all.
 
-    Raises ValueError for what only jkv has: other methods, arguments and compositions.
+    Raises:
+        ValueError: Only jkv has this method, argument or composition.
 
     >>> shared("snapkv(keep=0.25)", 1024), shared("full", 1024)
     (('snapkv', 256), ('full', 1024))
@@ -76,14 +77,24 @@ def shared(cache: str, tokens: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One comparison: jkv's text with {n} tokens to keep, and kvpress's press."""
+    """One comparison.
+
+    Attributes:
+        method: Name of the method.
+        spec: jkv's cache, with {n} for the tokens to keep.
+        press: Builds kvpress's press.
+        chunk: Prefill chunk of jkv; 0 for the whole prompt.
+        relative: Whether keys act at their rank among the kept ones.
+        probe: What both read after the prompt; the press then compresses all layers at once.
+        note: Remark in the table.
+    """
 
     method: str
     spec: str
     press: Press
     chunk: int = 0
-    relative: bool = False  # keys act at their rank among the kept
-    probe: Rebuilt | None = None  # what both read after the prompt; the press compresses all layers at once then
+    relative: bool = False  # positions are ranks among kept tokens
+    probe: Rebuilt | None = None  # tokens that both read after the prompt
     note: str = ""
 
     def text(self, n: int) -> str:
@@ -94,7 +105,7 @@ class Peer:
 
 
 def observed(kv: Any, gone: float, n: int) -> Any:
-    """kvpress's observed attention with two of its choices undone: sums, and the newest half of n protected."""
+    """Build kvpress's observed attention with two changes: sums, and protection of the newest n / 2 tokens."""
 
     class Summed(kv.ObservedAttentionPress):
         def score(self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
@@ -108,7 +119,7 @@ def observed(kv: Any, gone: float, n: int) -> Any:
 
 
 def sized(kv: Any, gone: float, n: int) -> Any:
-    """kvpress's PyramidKV with jkv's sizes of the layers."""
+    """Build kvpress's PyramidKV with jkv's budgets per layer."""
 
     class Sized(kv.PyramidKVPress):
         def get_layer_budget(self, module: Any, q_len: int) -> int:
@@ -118,7 +129,7 @@ def sized(kv: Any, gone: float, n: int) -> Any:
 
 
 def latest(kv: Any, gone: float, n: int) -> Any:
-    """kvpress's CUR, which keeps the newest 16 too."""
+    """Build kvpress's CUR, changed to keep the newest 16 tokens too."""
 
     class Latest(kv.CURPress):
         def score(self, *args: Any) -> Any:
@@ -130,7 +141,7 @@ def latest(kv: Any, gone: float, n: int) -> Any:
 
 
 class Wordless:
-    """A tokenizer whose chats and requests have no words, where kvpress loads one."""
+    """A tokenizer without text for chats and requests, in place of the one that kvpress loads."""
 
     chat_template = None
 
@@ -145,7 +156,7 @@ class Wordless:
 
 
 def rebuilt(kv: Any, kind: Any, gone: float, piece: int) -> Any:
-    """kvpress's KVzip or KVgrad, whose requests to repeat are the lists of ids in its field `asked`."""
+    """Build kvpress's KVzip or KVgrad with token ids from its field `asked` as the repetition prompts."""
 
     class Asked(kind):
         asked: list[list[int]]

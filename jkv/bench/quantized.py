@@ -1,8 +1,8 @@
-"""jkv's codecs beside the quantized caches of transformers, on the same weights and tokens: bits, quality, speed.
+"""jkv's codecs against the quantized caches of transformers: bits, quality and speed on the same weights and tokens.
 
-`python -m jkv.bench.quantized` needs torch, transformers, optimum-quanto and hqq. A cache reads a prompt, holds it in
-codes, and follows a continuation token by token. That is exact on both sides, but in transformers' fp8, which codes it
-with the scale of the prompt. KL is to the full cache of the same library.
+`python -m jkv.bench.quantized` needs torch, transformers, optimum-quanto and hqq. A cache prefills a prompt, quantizes
+it, and follows a continuation token by token. The continuation stays unquantized on both sides, except in transformers'
+fp8, which quantizes it with the scale of the prompt. KL is relative to the full cache of the same library.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ OURS = (
     *("full", "int8", "fp8", "int4", "int4(rotate=True)", "turboquant(bits=4, center=True, sinks=4)"),
     *("int3", "turboquant(bits=3, center=True, sinks=4)", "kivi", "nsnquant", "turboquant(bits=2)"),
 )
-MOST = 128  # tokens of a continuation: the peer encodes the 128th, and its whole cache anew
+MOST = 128  # longest continuation, because the peer requantizes its whole cache at the 128th token
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """A quantized cache of transformers, with its own defaults but for `options`; of no backend, the full cache."""
+    """A quantized cache of transformers with default settings except `options`; without a backend, the full cache."""
 
     name: str
     backend: str = ""
@@ -69,7 +69,7 @@ THEIRS = (
 
 
 class Quantized(Transformers):
-    """transformers with the quantized cache `held`."""
+    """transformers with the quantized cache `held`, a settable attribute."""
 
     held = Theirs("full")
 
@@ -77,7 +77,7 @@ class Quantized(Transformers):
         return self.held.cache(self)
 
     def followed(self, ids: np.ndarray, prompt: int) -> tuple[np.ndarray, list[float]]:
-        """Logits f32[B,N,V] that ids i32[B,prompt+N] were predicted with, a token a pass; `bits` after the prompt."""
+        """Return logits f32[B,N,V] for ids i32[B,prompt+N], one token per pass, and the `bits` after the prompt."""
         cache, ids, c = self.cache(), ids.astype(np.int64), self.model.config
         found = [self.absorb(ids[:, :prompt], cache)]
         width = c.head_dim or c.hidden_size // c.num_attention_heads
@@ -87,7 +87,7 @@ class Quantized(Transformers):
 
 
 def tensor_bytes(x: Any) -> int:
-    """Bytes of the tensors that a backend made of keys or values; a tensor in parts has those of its parts."""
+    """Return the bytes of a backend's tensors for keys or values, including the parts of composite tensors."""
     if isinstance(x, Mapping):
         return sum(map(tensor_bytes, x.values()))
     if isinstance(x, tuple | list):
@@ -98,9 +98,9 @@ def tensor_bytes(x: Any) -> int:
 
 
 def bits(cache: Any, numbers: int) -> list[float]:
-    """Bits of each of so many numbers of a layer's keys, and of its values, in a cache that has just read a prompt.
+    """Return bits per number of the keys and of the values of a layer, in a cache that has just read a prompt.
 
-    The prompt is all in codes then, and their scales count. A full cache has no codes.
+    At this point the whole prompt is quantized; scales are included. `numbers` is the count for keys (and for values).
     """
     sides = ("_quantized_keys", "keys"), ("_quantized_values", "values")
     held = [[getattr(x, codes, getattr(x, exact)) for x in cache.layers] for codes, exact in sides]
@@ -111,29 +111,29 @@ def bits(cache: Any, numbers: int) -> list[float]:
 
 
 def coded(text: str, new: int) -> CacheConfig:
-    """A cache that holds a prompt in codes, and whose `new` tokens after it are exact.
+    """Return a config that quantizes the prompt, and keeps `new` tokens after it exact.
 
-    Of the prompt the newest token is exact, and those after the last whole unit of the codec (kivi: 31 of 1,024).
+    The newest prompt token stays exact too, and so do tokens after the codec's last whole unit (kivi: 31 of 1,024).
     """
     return replace(methods.parse(text), recent=1, block=new)
 
 
 def scored(full: np.ndarray, own: np.ndarray, ids: np.ndarray) -> dict[str, Any]:
-    """KL to the full cache by text, and perplexity, of ids i32[B,N] that were predicted with logits f32[B,N,V]."""
+    """Compute KL to the full cache per text, and perplexity, for ids i32[B,N] and logits f32[B,N,V]."""
     kl = np.asarray(divergence(jnp.asarray(full), jnp.asarray(own))[0], np.float64).mean(1)
     nll = np.asarray(surprise(jnp.asarray(own), jnp.asarray(ids)), np.float64).mean()
     return {"kl": float(kl.mean()), "kl_by_text": kl.round(6).tolist(), "ppl": float(np.exp(nll))}
 
 
 def row(engine: str, cache: str, taken: Sequence[float], found: dict[str, Any]) -> dict[str, Any]:
-    """What is said of one cache, and printed: the bits that it takes, and `scored`."""
+    """Return and print the record of one cache: its bits, and its scores from `scored`."""
     out = {"engine": engine, "cache": cache, "bits": list(taken), **found}
     print(f"{engine} {cache}: {out['bits']} bits, KL {out['kl']:.4f}, perplexity {out['ppl']:.3f}", flush=True)
     return out
 
 
 def ours(params: Params, ids: np.ndarray, prompt: int, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each cache of jkv, the full one first."""
+    """Return a record for each cache of jkv, the full cache first."""
     (before, after), prefill, rows, full = np.split(ids, [prompt], 1), Prefills(), [], None
     for text in texts:
         cache, logits = prefill(params, coded(text, after.shape[1]), before, after.shape[1])
@@ -145,7 +145,10 @@ def ours(params: Params, ids: np.ndarray, prompt: int, texts: Sequence[str]) -> 
 
 
 def theirs(peer: Quantized, ids: np.ndarray, prompt: int, caches: Sequence[Theirs]) -> list[dict[str, Any]]:
-    """A row for each cache of transformers, the full one first; a text at a time, as fp8 has one scale for all rows."""
+    """Return a record for each cache of transformers, the full one first.
+
+    Texts run one at a time, because fp8 has one scale for all rows.
+    """
     rows, full = [], None
     for peer.held in caches:
         found = [peer.followed(ids[i : i + 1], prompt) for i in range(len(ids))]
@@ -163,7 +166,7 @@ def timed(
     texts: Sequence[str],
     caches: Sequence[Theirs],
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """Median milliseconds a token of `steps` greedy ones after ids i32[1,T], all caches of both libraries in turns."""
+    """Time `steps` greedy tokens after ids i32[1,T], all caches of both libraries taking turns: median ms per token."""
     params, peer = engines
     trials = {("jkv", text): Jkv(params, text).decode(ids, steps) for text in texts}
     for peer.held in caches:
@@ -173,7 +176,7 @@ def timed(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     from rich import box
     from rich.table import Table
 
@@ -200,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.new >= MOST:
         p.error(f"--new {args.new}: transformers encodes all tokens anew after {MOST}; give fewer")
     check_path(args.out)
-    use_cores(args.threads)  # before the first computation
+    use_cores(args.threads)  # before jax starts its threads
     params = jkv.load(args.model)
     assert params.tokenizer is not None
     ids = corpora.windows(params.tokenizer.encode(corpora.text("pydoc")), args.prompt + args.new, args.windows)

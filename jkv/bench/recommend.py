@@ -1,4 +1,4 @@
-"""A recommended cache, from the measurements of `jkv eval`: the best quality for the bytes, and the evidence."""
+"""Cache recommendations from `jkv eval` results: the best quality for the bytes, with the evidence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from jkv.eval.pareto import Point, load, pareto, points
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A point that fits, and the bytes that it is expected to take."""
+    """A measured point that fits in memory, and the bytes that it is expected to take."""
 
     point: Point
     nbytes: int
 
 
 def recommend(found: Iterable[Point], full: int, memory: int) -> list[Choice]:
-    """The Pareto-best that fit into `memory` bytes, the best first; only like is compared with like.
+    """Return the Pareto-optimal points that fit in memory, best first.
 
-    full: numbers (not bytes) in the full cache of the planned context. Bytes are expected to be the measured share of
-    the full cache's.
+    Only measurements under equal conditions are compared. Expected bytes are the measured fraction of the full cache.
+
+    Args:
+        full: Numbers (not bytes) in the full cache of the planned context.
+        memory: Bytes for the cache.
     """
     groups: dict[Any, list[Choice]] = {}
     for p in found:
@@ -39,7 +42,7 @@ def recommend(found: Iterable[Point], full: int, memory: int) -> list[Choice]:
 
 
 def best(patterns: Sequence[str], model: str, full: int, memory: int) -> list[Choice]:
-    """`recommend` from files; ValueError says if there is no evidence, or if nothing that was measured fits."""
+    """Call `recommend` on result files. Raises ValueError if there are no measurements, or none that fits."""
     measured = points((file, meta, rows) for file, meta, rows in load(patterns) if meta.get("model") == model)
     if not measured:
         raise ValueError(
@@ -56,7 +59,7 @@ def best(patterns: Sequence[str], model: str, full: int, memory: int) -> list[Ch
 
 
 def table(found: Sequence[Choice], context: int) -> Table:
-    """The choices with their evidence as a table that is markdown too."""
+    """Format the choices and their evidence as a table that also renders as markdown."""
     out = Table(
         "cache",
         f"MiB at {context:,}",

@@ -1,4 +1,4 @@
-"""Sampling alone: milliseconds from the logits of a step to a token of each row."""
+"""Sampling benchmark: milliseconds from the logits of a step to one token per row."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ WAYS: dict[str, dict[str, float]] = {
 
 
 def rows(vocabs: Sequence[int], batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each vocabulary, batch and way of `WAYS`; ms: the median of single draws, p99 of them all.
+    """Yield a record for each vocabulary, batch size and setting of `WAYS`: median and p99 ms of single draws.
 
-    Logits are normal with a standard deviation of 3; the ways take turns.
+    Logits are normal with a standard deviation of 3; the settings take turns.
     """
     draw = jax.jit(sampling.sample)
     for vocab in vocabs:
@@ -47,7 +47,7 @@ def rows(vocabs: Sequence[int], batches: Sequence[int], rounds: int) -> Iterator
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     out = Table("sampling", "vocabulary", "rows", "ms", "p99", box=box.MARKDOWN)
     for r in found:
         out.add_row(r["sampling"], f"{r['vocab']:,}", str(r["batch"]), number(r["ms"]), number(r["p99"]))

@@ -1,5 +1,4 @@
-"""A server under load: streaming clients for some time, and what they and its memory say of it; transformers' server
-on the same weights beside it."""
+"""Server load benchmark: concurrent streaming clients, latency, failures and memory; also of transformers' server."""
 
 from __future__ import annotations
 
@@ -31,15 +30,21 @@ from jkv.eval.tasks.words import prose
 from jkv.io.model_source import Source
 from jkv.serve.batches import STRIDE
 
-DONE = b"data: [DONE]"  # the last line of a stream; transformers' server has none
-WAIT = 600  # seconds for a server to be there, and for a piece of an answer
-WORDS = (20, 160)  # of a prompt
+DONE = b"data: [DONE]"  # last line of a stream; transformers' server does not send it
+WAIT = 600  # timeout in seconds for a server to start, and for a piece of an answer
+WORDS = (20, 160)  # shortest and longest prompt, in words
 
 
 @dataclass
 class Answer:
-    """One stream: when pieces came, in seconds after the request, its tokens, those of the first piece, and what was
-    wrong with it."""
+    """One streamed answer.
+
+    Attributes:
+        pieces: Arrival times of pieces, in seconds after the request.
+        tokens: Number of tokens.
+        first: Tokens of the first piece.
+        wrong: Error message; "" if the answer is complete.
+    """
 
     pieces: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -49,9 +54,10 @@ class Answer:
 
 @contextmanager
 def started(arguments: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The port and the process of a `jkv serve` with these arguments, which ends with the block, as SIGTERM does it.
+    """Run `jkv serve` with these arguments; yields its port and process id, and ends it with SIGTERM.
 
-    ChildProcessError with what it said last, if it does not come up.
+    Raises:
+        ChildProcessError: The server does not start; the message has its last output.
     """
     command = [sys.executable, "-m", "jkv.cli", "serve", *arguments]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -86,7 +92,7 @@ def _end(child: subprocess.Popen[Any]) -> None:
 
 
 def folder(source: Source, path: Path) -> Path:
-    """The model in a folder that transformers reads: config, float32 tensors, tokenizer. ValueError without one."""
+    """Write a model folder for transformers: config, float32 tensors, tokenizer (ValueError if there is none)."""
     if source.tokenizer is None:
         raise ValueError("the model has no tokenizer, and a server is about texts: give a model that has one")
     from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]  an extra
@@ -106,9 +112,9 @@ def folder(source: Source, path: Path) -> Path:
 
 @contextmanager
 def beside(path: Path, options: str, threads: int) -> Iterator[tuple[int, int]]:
-    """The port and the process of a `transformers serve` of this folder in float32 on the CPU, as `started` has it.
+    """Run `transformers serve` on this folder in float32 on the CPU; yields port and process id, as `started` does.
 
-    options: more of its own, such as "--continuous-batching".
+    options: Further options of that server, such as "--continuous-batching".
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -142,8 +148,10 @@ def _well(port: int) -> bool:
 
 
 def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
-    """One completion as a stream that ends with the line `last`, b"": with any, as transformers' server does, whose
-    pieces are single tokens; nothing is raised: what is lost is counted."""
+    """Request one streamed completion. Failures do not raise; the answer records them.
+
+    last: Last line of a complete stream; b"" accepts any, for transformers' server, whose pieces are single tokens.
+    """
     answer, start = Answer(first=STRIDE if last else 1), time.perf_counter()
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     ended, done = False, not last
@@ -162,7 +170,9 @@ def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
                     said = json.loads(raw[6:])
                     if any(x["text"] for x in said["choices"]):
                         answer.pieces.append(time.perf_counter() - start)
-                    ended |= any(x.get("finish_reason") for x in said["choices"])  # transformers leaves a null out
+                    ended |= any(
+                        x.get("finish_reason") for x in said["choices"]
+                    )  # transformers omits a null finish reason
                     answer.tokens = (said.get("usage") or {}).get("completion_tokens", answer.tokens)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         answer.wrong = f"{type(error).__name__}: {error}"
@@ -172,12 +182,12 @@ def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:
 
 
 def resident(pid: int) -> float | None:
-    """MiB of a process that are in memory; None: it has ended."""
+    """Return the resident MiB of a process, or None if it has ended."""
     try:
         found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return int(found[1]) / 1024 if found else None  # of a child that nobody waited for, there is a line less
+    return int(found[1]) / 1024 if found else None  # a zombie process has no such line
 
 
 def load(
@@ -190,15 +200,29 @@ def load(
     new: int,
     last: bytes = DONE,
 ) -> tuple[list[Answer], list[float], float]:
-    """What clients that ask one thing after the other were told in so many seconds, MiB of the server as they went on,
-    four times a minute, and the seconds until the last answer ended. Every cache has answered once before; a server
-    that knows none is asked for "". A server that ends is asked no more."""
+    """Load a server with clients that send one request after the other.
+
+    Every cache answers once before the measurement. Clients stop if the server ends.
+
+    Args:
+        port, pid: Port and process id of the server.
+        model: Model name of the requests.
+        caches: Caches of the requests, in turns; "" for a server without caches.
+        clients: Number of concurrent clients.
+        seconds: Duration of the load.
+        new: Tokens per answer.
+        last: Last line of a complete stream; see `ask`.
+
+    Returns:
+        The answers; resident MiB of the server, four times a minute; and the seconds until the last answer ended.
+    """
     texts = [prose(np.random.default_rng([SEED, i]), WORDS[0] + 37 * i % (WORDS[1] - WORDS[0])) for i in range(64)]
 
     def request(i: int, cache: str) -> dict[str, Any]:
         asked = {"model": model, "max_tokens": new, "temperature": 0.7, "prompt": texts[i % len(texts)]}
         return asked | ({"cache": cache} if cache else {})
 
+    # Warm up every cache, so that nothing compiles under load.
     for cache in caches:
         for i in range(2):
             if wrong := ask(port, request(i, cache), last).wrong:
@@ -222,6 +246,7 @@ def load(
                 break
             held.append(now)
 
+    # Run all clients, and sample the server's memory meanwhile.
     with ThreadPoolExecutor(clients + 1) as pool:
         watching = pool.submit(watch)
         answers = [x for some in pool.map(client, range(clients)) for x in some]
@@ -231,10 +256,17 @@ def load(
 
 
 def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dict[str, Any]:
-    """seconds: from the first request until the last answer ended. first_ms: to the first piece; piece_ms: between two
-    pieces, which are strides of jkv's server; token_ms: of an answer, between its first piece and its last, by token
-    that came after the first piece; lost: answers without their end, and why; mib: of the server, from the first
-    request on."""
+    """Summarize a load as one record.
+
+    Fields: first_ms is the time to the first piece; piece_ms the time between pieces (strides of jkv's server);
+    token_ms the time between an answer's first and last piece per token after the first piece; lost the number of
+    incomplete answers and the reasons; mib the server's memory from the first request on.
+
+    Args:
+        answers: The answers of all clients.
+        held: Resident MiB of the server over time.
+        seconds: Time from the first request until the last answer ended.
+    """
     good = [x for x in answers if not x.wrong]
     between = [b - a for x in good for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
     each = [
@@ -255,7 +287,7 @@ def row(answers: Sequence[Answer], held: Sequence[float], seconds: float) -> dic
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     heads = (
         "",
         "clients",

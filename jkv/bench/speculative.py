@@ -1,4 +1,4 @@
-"""Drafts beside plain decoding of the same prompts: milliseconds a token, and tokens a pass, by kind of text."""
+"""Speculative against plain decoding of the same prompts: ms per token and tokens per pass, by kind of text."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ from jkv.speculative.build import drafter
 from jkv.speculative.draft_length import WIDTHS
 from jkv.speculative.proposer import Drafter, Guess
 
-Found = tuple[float, float, Result, bool]  # ms a token plain and with drafts, what drafts gave, the same tokens or not
+Found = tuple[float, float, Result, bool]  # plain and drafted ms per token, drafted result, whether tokens agree
 KINDS = ("quote", "code", "json", "prose", "again")
 NAMES = ("Ada", "Ben", "Chen", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jo", "Kai", "Lia")
 
 
 def prompts(kind: str, params: Params, samples: int) -> list[str]:
-    """Prompts of a kind: a passage to repeat, code to repeat with another name, records to list again, a story to
-    write, and for "again" passages of which an earlier run has repeated nearly the same."""
+    """Return prompts of a kind.
+
+    The kinds ask for a passage to be repeated, code to be repeated with another name, records to be listed again, or a
+    story; prompts of "again" are passages that an earlier run has repeated almost identically.
+    """
     assert params.tokenizer is not None
     if kind == "prose":
         return [f"Write a long story about {x} and a lighthouse." for x in NAMES[:samples]]
@@ -51,9 +54,9 @@ def prompts(kind: str, params: Params, samples: int) -> list[str]:
     return [f"Repeat this text word for word:\n\n{x}" for x in _passages(params.tokenizer, "pydoc:test", samples)]
 
 
-@lru_cache(2)  # a corpus takes seconds to encode, and two kinds read the same
+@lru_cache(2)  # encoding a corpus takes seconds, and two kinds use the same one
 def _passages(tokenizer: Any, corpus: str, samples: int) -> list[str]:
-    """Stretches of 200 tokens, of what no drafter of `jkv train` has read."""
+    """Return passages of 200 tokens that no drafter of `jkv train` was trained on."""
     windows = corpora.windows(tokenizer.encode(corpora.text(corpus)), 200, samples, SEED)
     return [tokenizer.decode(x) for x in np.asarray(windows).tolist()]
 
@@ -61,9 +64,9 @@ def _passages(tokenizer: Any, corpus: str, samples: int) -> list[str]:
 def rows(
     params: Params, cache: str, drafts: Sequence[str], samples: int, new: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each kind and drafter; ms a token, that of plain decoding in turns, and what the receipt says.
+    """Yield a record for each kind and drafter: ms per token drafted and plain, in turns, and the receipt's numbers.
 
-    A drafter is new for each prompt, but for "again": there it has seen an answer to the prompt with its end cut off.
+    Each prompt gets a fresh drafter, except for "again", where it has seen an answer to the truncated prompt.
     """
     for kind in KINDS:
         texts = prompts(kind, params, samples)
@@ -75,9 +78,12 @@ def rows(
 def long(
     params: Params, cache: str, drafts: Sequence[str], batch: int, context: int, new: int, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each drafter, of one batch of texts of `context` tokens that go on; as `rows` otherwise, greedy.
+    """Yield a record for each drafter, as `rows` does, for one batch that greedily continues texts of `context` tokens.
 
-    The texts are read once, for all drafters and rounds; ValueError if they and the answer exceed the model's context.
+    The texts are prefilled once for all drafters and rounds.
+
+    Raises:
+        ValueError: Texts and answer exceed the model's context.
     """
     assert params.tokenizer is not None
     tokens = params.tokenizer.encode(corpora.text("stdlib"))
@@ -91,7 +97,7 @@ def long(
 
 
 def _on(begun: Generation, params: Params, draft: str | Drafter | None) -> Result:
-    """What a generation whose prompts are read gives with drafts, or without; it can begin again."""
+    """Decode from a prefilled generation, with or without drafts; the generation can be used again."""
     one = copy(begun)
     one.state, one.cost = jax.tree.map(jnp.copy, begun.state), Cost()
     one.draft = None if draft is None else drafter(draft, params)
@@ -136,13 +142,13 @@ def _pair(params: Params, cache: str, draft: str, text: str, kind: str, new: int
             run(guess, text[: 9 * len(text) // 10])
         return run(guess, text)
 
-    for width in WIDTHS:  # what is timed compiles nothing, and no program of it runs for the first time
+    for width in WIDTHS:  # compile and run every program once before timing
         run(Sure(width - 1, drafter(draft, params).top), text)
     return _timed(lambda: run(None, text), drafted, rounds)
 
 
 class Sure:
-    """Always so many tokens, and sure of them: its passes have the width that they need, whatever comes of it."""
+    """A drafter that always proposes a fixed number of tokens with full confidence, to run passes of a given width."""
 
     rows_change = False
     nbytes = 0
@@ -151,20 +157,20 @@ class Sure:
         self.n, self.top = n, top
 
     def begin(self, rows: list[list[int]], new: int, verifier: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def propose(self, rows: list[list[int]], most: int, verifier: Any = None) -> list[Guess]:
         n = min(self.n, most)
         return [Guess([0] * n, range(-1, n - 1), [1.0] * n)] * len(rows)
 
     def learn(self, ids: Any, top: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def branch(self, rows: list[list[int]]) -> Sure:
         return self
 
     def end(self, rows: list[list[int]]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: int) -> Found:
@@ -175,7 +181,7 @@ def _timed(plain_: Callable[[], Result], drafted: Callable[[], Result], rounds: 
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too."""
+    """Format the rows as a table that also renders as markdown."""
     some = "text", "drafts", "plain, ms", "ms a token", "speed-up", "tokens a pass", "a row alone", "draft, MiB", "same"
     out = Table(*some, box=box.MARKDOWN)
     for r in found:

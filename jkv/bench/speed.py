@@ -1,4 +1,4 @@
-"""Caches one by one: milliseconds, bytes, peak memory and compile seconds of decoding, prefill and a flush."""
+"""Speed of caches: milliseconds, bytes, peak memory and compile seconds of decoding, prefill and a flush."""
 
 from __future__ import annotations
 
@@ -41,7 +41,14 @@ flush_due = jax.jit(decode_loop.flush_due, donate_argnums=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A measurement that can be repeated: samples in ms, the program that runs, its compile seconds, the cache."""
+    """A repeatable measurement.
+
+    Attributes:
+        trial: Runs once and returns samples in ms.
+        program: The compiled program.
+        seconds: Its compile seconds.
+        cache: The cache that it runs on.
+    """
 
     trial: Callable[[], list[float]]
     program: Compiled
@@ -50,12 +57,12 @@ class Ready:
 
 
 def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
-    """Milliseconds of each of `steps` tokens after as many as `ids` has."""
+    """Measure each of `steps` decode steps, after as many tokens as `ids` has."""
     start, program, seconds = engine.full_window(ids, steps)
     stops = [start.count + i + 1 for i in range(steps)]
 
     def trial() -> list[float]:
-        state, times = jax.block_until_ready(jax.tree.map(jnp.copy, start)), []  # the loop consumes its state
+        state, times = jax.block_until_ready(jax.tree.map(jnp.copy, start)), []  # the loop donates its state
         for stop in stops:
             began = time.perf_counter()
             state = jax.block_until_ready(program(engine.params, state, engine.sampling, stop))
@@ -66,7 +73,7 @@ def decode(engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
 
 
 def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
-    """Milliseconds of the prompt; the cache has room for a block more."""
+    """Measure prefill; the cache has capacity for the prompt and one block."""
     compatibility.check_prefill(engine.config, "jkv bench prefill")
     cache, x = engine.empty(ids.shape[1] + 16, 16), jnp.asarray(ids, jnp.int32)
     program, seconds = compiled(decode_loop.prefill.whole, engine.params, cache, x, fresh=True)
@@ -75,40 +82,40 @@ def prefill(engine: Jkv, ids: np.ndarray) -> Ready:
 
 
 def flush(engine: Jkv, ids: np.ndarray) -> Ready:
-    """Milliseconds of the flush that comes after as many tokens as `ids` has."""
+    """Measure the flush after as many tokens as `ids` has."""
     cache = engine.full_window(ids, 0)[0].cache
     program, seconds = compiled(flush_due, cache)
 
     def trial() -> list[float]:
-        own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))  # the flush consumes it
+        own = jax.block_until_ready(jax.tree.map(jnp.copy, cache))  # the flush donates its cache
         return [clock(lambda: program(own))]
 
     return Ready(trial=trial, program=program, seconds=seconds, cache=cache)
 
 
 def prepare(what: What, engine: Jkv, ids: np.ndarray, steps: int) -> Ready:
-    """The measurement of this name; steps: those of decoding."""
+    """Prepare the measurement `what`; `steps` is for decoding."""
     if what == "decode":
         return decode(engine, ids, steps)
     return (prefill if what == "prefill" else flush)(engine, ids)
 
 
 class Peer(Protocol):
-    """Who takes turns with a cache."""
+    """An engine, or another cache, that takes turns with a measured cache."""
 
     name: str
 
     def follow(self, cache: str, tokens: int) -> str:
-        """Hold after a prompt what this cache holds, if the peer can; what it is called there."""
+        """Use the peer's equivalent of this cache, if it has one, and return its name there."""
         ...
 
     def trial(self, what: What, ids: np.ndarray, steps: int) -> Callable[[], list[float]]:
-        """A measurement of the same: milliseconds of each prompt or token."""
+        """Return a trial of the same measurement: milliseconds of each prompt or token."""
         ...
 
 
 class Beside:
-    """Another cache of jkv, which stays what it is."""
+    """Another cache of jkv as the peer, the same for all measured caches."""
 
     def __init__(self, params: Params, spec: str) -> None:
         self.params, self.name = params, spec
@@ -122,12 +129,14 @@ class Beside:
 
 
 def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype: str) -> Peer | None:
-    """transformers or kvpress with the same weights, llama.cpp with the same file, or another cache; None takes no
-    turns."""
+    """Create the peer: transformers or kvpress with the same weights, llama.cpp with the same file, or another cache.
+
+    Returns None if `vs` is None.
+    """
     if vs is None:
         return None
     if vs == LLAMA:
-        assert source.file is not None  # or it was refused
+        assert source.file is not None  # the command line checks this
         llama = LlamaCpp(source.file, threads)
         llama.apart(Jkv(params))
         return llama
@@ -139,7 +148,7 @@ def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype:
 
 
 def check(what: What, specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:
-    """Raise ValueError for a cache or a context that cannot work with the model, before its weights are there."""
+    """Raise ValueError for a cache or context that does not work with the model, before its weights are loaded."""
     for spec in specs:
         config = methods.parse(spec)
         compatibility.check(config, model)
@@ -166,12 +175,19 @@ def rows(
     rounds: int = 5,
     peer: Peer | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each context and cache, as soon as it is measured; times in ms, memory in bytes.
+    """Yield a record for each context and cache as soon as it is measured; times in ms, memory in bytes.
 
-    steps: tokens of a round of decoding. ms is the median of the rounds' means; p50 and p99 are of single tokens
-    (prompts, flushes). With a peer, rounds of both take turns; its prompt has the same tokens, its cache the same
-    budget if it can, and each goes on with its own. The rate of a copy is the best so far in this run. `check` says
-    what can be asked for.
+    ms is the median of the rounds' means; p50 and p99 are over single tokens (prompts, flushes). With a peer, rounds of
+    both alternate: its prompt has the same tokens and its cache the same budget if possible, and each continues with
+    its own tokens. The copy rate is the best so far in this run. Call `check` first to validate the arguments.
+
+    Args:
+        what: "decode", "prefill" or "flush".
+        contexts: Tokens in the cache.
+        batch: Batch size.
+        steps: Tokens per round of decoding.
+        rounds: Timed rounds.
+        peer: Takes turns with every cache; None for no comparison.
     """
     rng, rate = np.random.default_rng(SEED), 0.0
     for n in contexts:
@@ -202,7 +218,7 @@ def rows(
 
 
 def table(what: What, found: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table that is markdown too; sizes in MiB."""
+    """Format the rows as a table that also renders as markdown; sizes in MiB."""
     cells: dict[str, Callable[[dict[str, Any]], str]] = {
         "cache": lambda r: r["cache"],
         "context": lambda r: f"{r['context']:,}",
@@ -230,7 +246,8 @@ def table(what: What, found: Sequence[dict[str, Any]]) -> Table:
 
 
 def number(x: float) -> str:
-    """
+    """Format a number with two decimals below 10, else with one.
+
     >>> number(3.14159), number(31.4159)
     ('3.14', '31.4')
     """
@@ -238,7 +255,8 @@ def number(x: float) -> str:
 
 
 def mib(x: float) -> str:
-    """
+    """Format bytes as MiB.
+
     >>> mib(3 << 19)
     '1.5'
     """

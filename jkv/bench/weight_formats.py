@@ -1,4 +1,4 @@
-"""Forms of weights: their bytes, the time of a token, and how far the model is from the one in floats."""
+"""Weight formats: bytes, time per token, and divergence from the model with float weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,18 @@ Load = Callable[[str | None], Params]
 
 
 def rows(load: Load, forms: Sequence[str | None], texts: np.ndarray, prefix: int) -> Iterator[dict[str, Any]]:
-    """Of each form, the first of which is None, a row: bytes, and medians over texts i32[n, T] of the milliseconds of a
-    token after `prefix` and of the seconds of the prefix; and the KL (nats) of what the first one predicts there to
-    what the form predicts, token by token through the full cache. The forms take turns; the first turn compiles."""
+    """Yield a record for each weight format: bytes, speed, and KL from float weights.
+
+    Speed is the median over texts: ms per token after the prefix, and seconds of the prefix. KL (nats) compares the
+    first format's predictions after the prefix with this format's, token by token with the full cache. Formats take
+    turns, and the first turn compiles.
+
+    Args:
+        load: Loads the model in a format.
+        forms: Weight formats; the first one is None (floats).
+        texts: Token ids i32[n, T].
+        prefix: Tokens that are prefilled.
+    """
     held = {form: load(form) for form in forms}
     found: dict[str | None, list[tuple[float, float, float]]] = {form: [] for form in forms}
     for text in [texts[0], *texts]:
@@ -43,7 +52,7 @@ def rows(load: Load, forms: Sequence[str | None], texts: np.ndarray, prefix: int
 
 
 def followed(params: Params, text: np.ndarray, prefix: int) -> tuple[float, Follow]:
-    """Seconds of the prefix of one text, and what goes through the rest."""
+    """Prefill the prefix of one text; return its seconds, and the `Follow` that runs through the rest."""
     rest = text.shape[1] - prefix
     cache, logits, cost, _ = prefilled(params, as_config(None), text[:, :prefix].tolist(), rest, 0)
     return cost.running, Follow(params, cache, logits, text[:, prefix:])

@@ -51,9 +51,7 @@ if TYPE_CHECKING:
     from jkv.models import Params
 
 CACHE = "snapkv(budget=512) | int4"
-UsageError: Any = (
-    typer.BadParameter.__base__
-)  # click's class or typer's own copy: newer versions export only the subclass
+UsageError: Any = typer.BadParameter.__base__  # click's class or typer's copy; newer versions export only the subclass
 
 
 @contextlib.contextmanager
@@ -71,9 +69,7 @@ def one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # otherwise the interpreter flushes again at exit, and fails again
+        with contextlib.suppress(OSError, ValueError):  # otherwise the flush at exit would fail too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
     except UsageError as error:

@@ -216,6 +216,7 @@ def serving(
     from jkv.bench import serve as under
     from jkv.io.load import read
 
+    # Options of the `jkv serve` process.
     arguments = ["--model", model, "--dtype", dtype, "--port", "0", "--rows", str(rows)]
     arguments += ["--prompt-tokens-limit", "512", "--new-tokens-limit", str(new), "--caches", str(len(set(specs)))]
     arguments += [x for spec in dict.fromkeys(specs) for x in ("--cache", spec)]

@@ -164,9 +164,7 @@ class Measured:
 class Compared(Measured):
     """The options of quality measurements that compare caches."""
 
-    cache: Annotated[list[str] | None, typer.Option("--cache", help="Cache to measure; repeatable. Default: full.")] = (
-        None
-    )
+    cache: Annotated[list[str] | None, typer.Option("--cache", help="A cache; repeatable. Default: full.")] = None
     samples: Annotated[int, typer.Option(help="Number of texts, or of prompts per task.")] = 4
     batch: Annotated[int, typer.Option(help="Batch size (texts, or questions of a session).")] = 4
 
@@ -211,9 +209,7 @@ class Machine:
     """The options of every speed measurement: CPU cores and result file."""
 
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU cores to use. Default: all.")] = None
-    out: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the results to this file.")] = (
-        None
-    )
+    out: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the results here.")] = None
 
 
 CACHES = ("full", "snapkv(budget=512) | int4")

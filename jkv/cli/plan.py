@@ -71,6 +71,7 @@ def plan(
     from jkv.aot.targets import target
     from jkv.bench import environment
 
+    # Validate all arguments before compiling.
     subject = _subject(model, dtype, weights)
     environment.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
@@ -81,6 +82,7 @@ def plan(
     sizes: dict[str, Any] = dict(batch=batch, context=context, chunk=chunk)
     about = environment.meta(model, 1, topology=topology, dtype=dtype, **sizes)
     about |= {} if weights is None else {"weights": weights}
+    # Compile each cache's programs, and save each result as it arrives.
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:

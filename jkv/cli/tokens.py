@@ -35,6 +35,7 @@ def tokens(
         raise ValueError(f"--train trains on --corpus, and no model runs: leave out {', '.join(given)}, or --train")
     if megabytes and not train:
         raise ValueError("--megabytes is what tokenizers are trained on: give --train N with it, or leave it out")
+    # Train and measure tokenizers, without a model.
     if train:
         check_path(out := o.out and o.out.expanduser())
         rows = own.study(text.corpus, train, megabytes or [1.0])
@@ -44,6 +45,7 @@ def tokens(
             about = {"command": "tokens", "corpus": text.corpus, "text": digest([corpora.text(text.corpus)])}
             write(out, {**about, "versions": versions(("jkv", "numpy", "tokenizers"))}, rows)
         return
+    # Measure a model's tokenizer, and its predictions through each cache.
     from jkv.io.load import load
     from jkv.methods import parse
 

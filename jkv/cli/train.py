@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Taught:
-    """The options of distillation from the full cache."""
+    """The options of distillation from a teacher."""
 
     start: Start = None
     steps: Steps = 0
@@ -70,7 +70,7 @@ class Taught:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSteps(Taught):
-    """The options of distillation with a capacity loss."""
+    """The options of distillation through the whole model, with a capacity loss."""
 
     weight: Weight = 1.0
 
@@ -176,7 +176,7 @@ class KVzap(Suffix):
     rate: Rate = 3e-4
     width: Annotated[int, typer.Option(min=0, help="Hidden units; 0: linear, by ridge regression.")] = 72
     own: Annotated[float, typer.Option(min=0, help="Weight of the attention of the text's own queries.")] = 1 / 12
-    window: Annotated[int, typer.Option(min=0, help="Distance in tokens below which own queries are ignored.")] = 32
+    window: Annotated[int, typer.Option(min=0, help="Own queries within this many tokens of a key are ignored.")] = 32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Hand-written kernels: one package an operation, one module a platform, and which of them runs.
+"""Pallas kernels: one package per operation, one module per platform, and the choice between them.
 
-kernels="auto" takes the platform's own where it reads the codes in question, and the portable loop of
-`jkv.attention.tier_attention` ("xla") where not; what it took, and why, is logged once and stands in the report. "tpu"
-or "gpu" means that one or an error.
+kernels="auto" picks the platform's kernel if it supports the codes, and the portable loop of
+`jkv.attention.tier_attention` ("xla") otherwise. The choice and its reason are logged once and put into the report.
+kernels="tpu" or "gpu" uses that kernel or raises.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-ROWS, HEADS, CONTEXT = "data", "model", "context"  # axes of a mesh: rows, kv heads, slots of tiers
-SLOTS = 128  # of a tier, that the kernels read together
-STEPS = 8  # of keys' steps that tokens share, that the TPU kernels read together
+ROWS, HEADS, CONTEXT = "data", "model", "context"  # mesh axes: rows, kv heads, slots of tiers
+SLOTS = 128  # slots of a tier that a kernel reads together
+STEPS = 8  # key steps shared by several tokens that the TPU kernels read together
 KERNELS = ("auto", "xla", "tpu", "gpu")
-# Versions of jax for which a GPU kernel's compiled loop is known, in tests/kernels/golden_gpu.json: Mosaic GPU may
-# change from one to the next. Others are for whoever asks for kernels="gpu".
+# Versions of jax for which the compiled loop of each GPU kernel is verified (tests/kernels/golden_gpu.json), because
+# Mosaic GPU may change from one version to the next. Under other versions only kernels="gpu" uses the kernels.
 PROVEN = {
     "decode_attention": ("0.10", "0.11"),
     "paged_attention": ("0.10", "0.11"),
@@ -38,30 +38,30 @@ log = logging.getLogger("jkv")
 
 @cache
 def native() -> str:
-    """The kind of kernel that this process's default device runs.
+    """Return the kind of kernel that this process's default device runs: "tpu", "gpu" or "xla".
 
     >>> native() in KERNELS
     True
     """
     if jax.devices()[0].platform == "tpu":
         return "tpu"
-    return "gpu" if capability() == 9 else "xla"  # Mosaic GPU's wgmma is Hopper's
+    return "gpu" if capability() == 9 else "xla"  # the kernels use wgmma, which only Hopper has
 
 
 def capability() -> float | None:
-    """The compute capability of this process's default device, if it is a GPU that has a number for it.
+    """Return the compute capability of the default device, or None if it is not a GPU with a numeric one.
 
     >>> capability()
     """
     device = jax.devices()[0]
     try:
         return float(device.compute_capability) if device.platform == "gpu" else None
-    except (AttributeError, ValueError):  # such as gfx942
+    except (AttributeError, ValueError):  # AMD names such as gfx942
         return None
 
 
 def foreign() -> str:
-    """Why a GPU that is no Hopper runs on xla; "" for every other device, which has kernels or is a CPU.
+    """Explain why a GPU other than Hopper runs on xla; "" for every other device.
 
     >>> foreign()
     ''
@@ -74,14 +74,19 @@ def foreign() -> str:
 
 
 def wanted(kernels: str) -> str:
-    """The kind that is asked for, "auto" made out."""
+    """Resolve "auto" to the kind of kernel of the default device."""
     return native() if kernels == "auto" else kernels
 
 
 def together(kernels: str, unit: int, grain: int) -> int:
-    """Slots of a tier that are read together, in whole `unit`s, where each `grain` of them share steps of their keys.
+    """Return the number of slots that a kernel reads together; tiers with a multiple of it are read in place.
 
-    A multiple of it is read in place; kernels copy a tier of other sizes before they read it.
+    Kernels copy a tier of any other size before they read it.
+
+    Args:
+        kernels: "auto", "xla", "tpu" or "gpu".
+        unit: The result is a multiple of this many slots.
+        grain: Slots that share one step of their keys.
 
     >>> together("xla", 32, 32), together("gpu", 32, 32), together("tpu", 32, 32), together("tpu", 1, 1)
     (32, 128, 256, 128)
@@ -89,12 +94,12 @@ def together(kernels: str, unit: int, grain: int) -> int:
     name = wanted(kernels)
     if name == "xla":
         return unit
-    shared = name == "tpu" and 1 < grain <= SLOTS and SLOTS % grain == 0  # others no TPU kernel reads
+    shared = name == "tpu" and 1 < grain <= SLOTS and SLOTS % grain == 0  # the TPU kernel supports no other grain
     return lcm(unit, SLOTS, STEPS * grain if shared else 1)
 
 
 def check(kernels: str) -> None:
-    """Raise ValueError for kernels that this process's devices do not run."""
+    """Raise ValueError for kernels that this process's devices cannot run."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r}: one of {', '.join(KERNELS)}")
     if kernels not in ("auto", "xla", native()):
@@ -108,14 +113,27 @@ def implementation(operation: str, name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that runs, and why the platform's own does not, if it does not."""
+    """The implementation that runs.
+
+    Attributes:
+        name: "xla", "tpu" or "gpu".
+        why: Why the platform's own kernel does not run; "" if it does or is not available.
+    """
 
     name: str
     why: str = ""
 
 
 def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | None]) -> Choice:
-    """The implementation that runs; `refusal` asks a module what it does not take. ValueError if that one is asked for.
+    """Choose the implementation of an operation.
+
+    Args:
+        operation: Package name of the operation.
+        kernels: "auto", "xla", "tpu" or "gpu".
+        refusal: Returns what a kernel module does not support about the inputs, or None.
+
+    Raises:
+        ValueError: `kernels` names a kernel that does not support the inputs.
 
     >>> choose("decode_attention", "xla", lambda module: None).name
     'xla'
@@ -139,7 +157,7 @@ def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | N
 
 
 def unready(operation: str, name: str) -> str | None:
-    """Why no kernel of an operation runs in this process whatever it reads, or None.
+    """Explain why a kernel cannot run in this process for any inputs; None if it can.
 
     >>> unready("decode_attention", "tpu")
     """
@@ -154,7 +172,10 @@ def unready(operation: str, name: str) -> str | None:
 
 
 def plain(kernels: str, capped: bool) -> str:
-    """The kernels of a model's attention; ValueError where one is asked for and logits saturate: no kernel caps them.
+    """Return the `kernels` argument for a model's attention; "xla" if logits have a soft cap, which no kernel supports.
+
+    Raises:
+        ValueError: A kernel is requested by name for capped logits.
 
     >>> plain("auto", capped=False), plain("auto", capped=True)
     ('auto', 'xla')
@@ -168,7 +189,7 @@ def plain(kernels: str, capped: bool) -> str:
 
 
 def uneven(keys: int, values: int) -> str | None:
-    """Why no kernel of attention takes keys and values of so many channels, or None.
+    """Explain why attention kernels do not support these head dimensions of keys and values; None if they do.
 
     >>> uneven(128, 128), uneven(192, 128)
     (None, 'values of 128 channels beside keys of 192')
@@ -177,9 +198,11 @@ def uneven(keys: int, values: int) -> str | None:
 
 
 def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
-    """run(*args) on every device's own rows and kv heads: the compiler cannot divide a kernel by itself.
+    """Call run(*args) under shard_map over rows and kv heads, because the compiler cannot partition a kernel.
 
-    Arrays are [B,H,...] or, for all heads, [B,1,...] and [B,n]; of 1 row they are of all.
+    Args:
+        run: Computes on one device's rows and heads; its result is sharded like the first argument.
+        args: Arrays [B,H,...], or [B,1,...] and [B,n], which all heads share. Arrays with one row are replicated.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names):
@@ -194,5 +217,5 @@ def over_mesh(run: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def _say(text: str) -> None:
-    """Once a process."""
+    """Log a message once per process."""
     log.info(text)

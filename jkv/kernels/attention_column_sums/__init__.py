@@ -1,8 +1,15 @@
-"""What every key of a window gets from queries whose log-sum-exps are known: sums of columns of their attention.
+"""Attention received by each key: column sums of the attention matrix, given the queries' log-sum-exps.
 
-Every implementation is a function of the same arguments and returns f32[B,H,S]: over the live queries of all G that see
-a key, the sum of exp(q . k * scale - lse). A lse that is lower by log w weighs its query by w.
+Every implementation takes the same arguments and returns f32[B,H,S]: for each key, the sum of exp(q . k * scale - lse)
+over the live queries of all G groups that see it. Lowering a lse by log w weights its query by w.
 
-q f[B,H,G,T,D] rotated; k f[B,H,S,D]; pos i32[B,S] of the keys, -1 dead; first, last i32[B,T]: the positions that a
-query may see, last its own, or -1: it is dead; lse f32[B,H,G,T]; scale of the logits. Dead entries may hold anything.
+    q      f[B,H,G,T,D]    rotated queries
+    k      f[B,H,S,D]      keys
+    pos    i32[B,S]        positions of the keys, -1 for dead ones
+    first  i32[B,T]        first position that a query sees
+    last   i32[B,T]        last position that a query sees, its own; -1 for dead queries
+    lse    f32[B,H,G,T]    log-sum-exps of the logits
+    scale  float           factor of the logits
+
+Dead entries may hold anything.
 """

@@ -1,7 +1,7 @@
-"""Pallas Mosaic GPU (Hopper): one warpgroup keeps a tile of keys, and the tiles of queries that see it pass by.
+"""Hopper kernel (Pallas Mosaic GPU): a warpgroup keeps one tile of keys and loops over the query tiles that see it.
 
-A second sweep of prefill attention with the roles exchanged: keys are rows, and what is known of a query, its bounds
-and its log-sum-exp, is a column each. One product a tile instead of two, and nothing but the sums is written.
+This is a second pass of prefill attention with the roles exchanged: keys are rows, and a query's bounds and log-sum-exp
+are columns. It needs one product per tile instead of two, and writes only the sums.
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ from jkv.kernels.prefill_attention import padded, spans
 from jkv.kernels.prefill_attention.gpu import LOG2E, supports
 
 __all__ = ["sums", "supports"]
-KEYS, PART = 64, 64  # keys of a tile, and queries
-STAGES = 2  # tiles of queries under way
+KEYS, PART = 64, 64  # keys per tile, queries per tile
+STAGES = 2  # query tiles in flight
 
 
 def sums(
     q: Array, k: Array, pos: Array, first: Array, last: Array, lse: Array, scale: float, *, interpret: Any = None
 ) -> Array:
-    """See the package; `interpret` takes the interpreter's parameters. Raises ValueError for what `supports` names."""
+    """Compute the sums, as the package describes.
+
+    Args:
+        interpret: Parameters of the Pallas interpreter; None to compile for the GPU.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     b, h, g, _, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the gpu kernel of column_sums does not take {why}")
     s = k.shape[2]
     k, pos = padded(k, KEYS, axis=2), padded(pos, KEYS, -1)
-    first, last = padded(jnp.maximum(first, 0), PART), padded(last, PART, -1)  # from 0 on: the dead are at -1
+    first, last = padded(jnp.maximum(first, 0), PART), padded(last, PART, -1)  # from 0 on, because dead keys are at -1
     walks = k.shape[2] // KEYS
     call = kernel((b, h, g, walks, d), k.dtype, scale, Ops(interpret is not None), interpret)
     out = call(
@@ -47,7 +54,7 @@ def sums(
 
 
 def kernel(shape: tuple[int, ...], dtype: Any, scale: float, ops: Ops, interpret: Any) -> Any:
-    """The compiled function of `program` over heads and tiles of keys; shape: B, H, G, tiles, D."""
+    """Build the kernel call of `program` over heads and key tiles; shape: B, H, G, tiles, D."""
     b, h, g, walks, d = shape
     return plgpu.kernel(
         functools.partial(program, h, g, walks, scale * LOG2E, ops),
@@ -65,8 +72,9 @@ def kernel(shape: tuple[int, ...], dtype: Any, scale: float, ops: Ops, interpret
 
 def program(h: int, g: int, walks: int, scale: float, ops: Ops, *refs: Ref, once: list[Ref], arrived: Ref) -> None:
     begin_g, end_g, k_g, pos_g, *queries, out = refs
-    head, tile = lax.axis_index("head"), lax.axis_index("tile")  # the oldest keys, which most see, begin first
+    head, tile = lax.axis_index("head"), lax.axis_index("tile")  # the oldest keys, which most queries see, start first
     row = lax.div(head, h)
+    # Load the tile of keys and their positions once.
     for source, target in zip((k_g.at[head, tile], pos_g.at[row, tile]), once, strict=True):
         plgpu.copy_gmem_to_smem(source, target, arrived)
     plgpu.barrier_wait(arrived)
@@ -79,9 +87,10 @@ def program(h: int, g: int, walks: int, scale: float, ops: Ops, *refs: Ref, once
         see = (at >= columns(ops.column(first_s), s.shape)) & (at <= columns(ops.column(last_s), s.shape))
         logits = s * scale - columns(ops.column(lse_s), s.shape)
         total = total + jnp.exp2(jnp.where(see, logits, -jnp.inf)).sum(1)
-        plgpu.commit_smem()  # bounds were read by loads: only now may a copy overwrite them
+        plgpu.commit_smem()  # the loads of the bounds must finish before a copy overwrites them
         return total
 
+    # Stream the query tiles of all groups.
     block = lambda *shape, at, **how: plgpu.BlockSpec(shape, at, **how)  # noqa: E731
     walk = plgpu.emit_pipeline(
         body,

@@ -1,4 +1,4 @@
-"""The oracle: all logits at once, one einsum."""
+"""Reference implementation: all logits at once, one einsum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jax import Array
 
 
 def sums(q: Array, k: Array, pos: Array, first: Array, last: Array, lse: Array, scale: float) -> Array:
-    """See the package; in q's dtype, float64 where jax allows it."""
+    """Compute the sums, as the package describes, in q's dtype (float64 if jax enables it)."""
     at = pos[:, None, None]
     see = (at >= 0) & (at >= first[:, None, :, None]) & (at <= last[:, None, :, None])
     logits = jnp.einsum("bhgtd,bhsd->bhgts", q, k.astype(q.dtype)) * scale

@@ -1,6 +1,7 @@
 """Self-test of the kernel on this accelerator: `python -m jkv.kernels.attention_column_sums.selftest`.
 
-The problems are prefill attention's, against float64 in numpy; the bound is what accumulation in float32 explains.
+It runs the problems of prefill attention and compares with float64 numpy; the bound is the error of float32
+accumulation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jkv.kernels.prefill_attention.selftest import Case, cases, problem
 
 
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The arguments of a kernel, in numpy: log-sum-exps are the true ones, NaN where a query sees nothing."""
+    """Return the kernel's arguments in numpy, with true log-sum-exps (NaN for queries that see no key)."""
     p = problem(case, seed)
     p = {name: x for name, x in p.items() if name not in ("v", "until")}
     logits, _ = scored(p)
@@ -32,7 +33,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def scored(p: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits f64[B,H,G,T,S], -inf where they are not seen, and the sums of the sizes of their terms."""
+    """Return logits f64[B,H,G,T,S], -inf where masked, and the sums of the absolute values of their terms."""
     at = p["pos"][:, None, None]
     see = (at >= 0) & (at >= p["first"][:, None, :, None]) & (at <= p["last"][:, None, :, None])
     q, k = (np.nan_to_num(p[name].astype(np.float64)) for name in ("q", "k"))
@@ -41,7 +42,7 @@ def scored(p: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def judged(p: dict[str, Any], got: Any) -> tuple[bool, str]:
-    """Are sums f32[B,H,S] right, and the worst error beside its bound."""
+    """Check sums f32[B,H,S]. Returns whether they are right, and the worst error with its bound."""
     logits, size = scored(p)
     lse = np.nan_to_num(p["lse"].astype(np.float64))[..., None]
     paid = np.exp(logits - lse)
@@ -51,7 +52,11 @@ def judged(p: dict[str, Any], got: Any) -> tuple[bool, str]:
 
 
 def run(case: Case, sums: Any, seed: int = 0, again: bool = False) -> tuple[bool, str]:
-    """Is it right for a random problem, and the worst error beside its bound; again: and a second time, bit by bit."""
+    """Check a kernel on a random problem; `again` also requires a second run to give the same bits.
+
+    Returns:
+        Whether the result is right, and the worst error with its bound.
+    """
     p = inputs(case, seed)
     scale, arrays = p["scale"], {name: jnp.asarray(x) for name, x in p.items() if name != "scale"}
     program = jax.jit(lambda a: sums(**a, scale=scale))
@@ -61,7 +66,7 @@ def run(case: Case, sums: Any, seed: int = 0, again: bool = False) -> tuple[bool
 
 
 def verdicts(kernel: str, every: Iterable[Case], seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Of each case "ok", "WRONG" or "refused", and a line about it; kernel "xla": of the reference in float32."""
+    """Yield ("ok", "WRONG" or "refused", description) for each case; kernel "xla" checks the reference in float32."""
     module = kernels.implementation("attention_column_sums", "reference" if kernel == "xla" else kernel)
     for case in every:
         if kernel == "xla":

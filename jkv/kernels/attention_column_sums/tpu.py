@@ -1,7 +1,7 @@
-"""Pallas for TPU: one tile of keys stays on the chip, and the tiles of queries that see it pass by.
+"""TPU kernel (Pallas): one tile of keys stays in VMEM while the query tiles that see it stream through.
 
-A second sweep of prefill attention with the roles exchanged: keys are rows, so that what is known of a query, its
-bounds and its log-sum-exp, is a row of numbers already. Nothing but the sums is written.
+This is a second pass of prefill attention with the roles exchanged: keys are rows, so that the queries' bounds and
+log-sum-exps are row vectors already. It writes only the sums.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from jkv.kernels.prefill_attention import padded, spans
 from jkv.kernels.prefill_attention.tpu import LANES, LOG2E, dot, supports, tile_size, visited, wide
 
 __all__ = ["sums", "supports"]
-KEYS, ROWS, PART = 1024, 2048, 256  # keys of a tile; queries times groups of a step, about; queries of a part of it
+KEYS, ROWS, PART = 1024, 2048, 256  # per grid step: keys; queries x groups (about); queries per part
 
 
 def sums(
     q: Array, k: Array, pos: Array, first: Array, last: Array, lse: Array, scale: float, *, interpret: Any = False
 ) -> Array:
-    """See the package. Raises ValueError for what `supports` names."""
+    """Compute the sums, as the package describes.
+
+    Args:
+        interpret: Whether to run in the Pallas interpreter, or its parameters.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     b, h, g, t, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the TPU kernel of column_sums does not take {why}")
     s, (tq, tk) = k.shape[2], tile_sizes(g, t, k.shape[2])
     k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
-    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
+    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on, because dead keys are at -1
     walks = spans(pos, first, last, tq, tk, axis=1)
     queries = padded(q.astype(k.dtype), tq, axis=3).reshape(b * h, g, -1, d)
     tops = padded(lse * LOG2E, tq, axis=3).reshape(b * h, g, -1)
@@ -41,7 +48,7 @@ def sums(
 
 
 def tile_sizes(groups: int, tokens: int, keys: int) -> tuple[int, int]:
-    """Queries and keys of a grid step."""
+    """Return the number of queries and keys per grid step."""
     return tile_size(ROWS // groups, tokens, PART), tile_size(KEYS, keys, LANES)
 
 
@@ -79,7 +86,7 @@ def _run(
         out_shape=jax.ShapeDtypeStruct((all_, 1, s), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=q.size * s,  # half of all pairs
+            flops=q.size * s,  # causal: half of all pairs
             transcendentals=q.size // d * s // 2,
             bytes_accessed=k.nbytes + count * q.nbytes // 2,
         ),

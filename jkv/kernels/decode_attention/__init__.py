@@ -1,14 +1,22 @@
-"""Attention of a few new tokens over codes that stay codes until they are in registers.
+"""Decode attention over quantized keys and values, which are unpacked only in registers.
 
-Every implementation is a function of the same arguments and returns a Partial:
+Every implementation takes the same arguments and returns a Partial:
 
-q f[B,H,G,T,D] rotated, T of 1 to 16; k, v KernelCodes; pos i32[B,Hs,C] of the slots, -1 dead; first, last i32[B,T]: the
-positions that a query may see, first <= pos <= last; scale of the logits. A kernel also takes ends i32[B,Hs,1], which
-are the `lengths` of pos (None: it finds them), and tiles i32[B,H,U]: of slots, which are read instead of all; `pos` and
-`ends` are then of their slots, and both sizes together say how large a tile is.
+    q      f[B,H,G,T,D]   rotated queries, T from 1 to 16
+    k, v   KernelCodes    keys and values of a tier
+    pos    i32[B,Hs,C]    positions of the slots, -1 for dead ones
+    first  i32[B,T]       first position that a query sees
+    last   i32[B,T]       last position that a query sees
+    scale  float          factor of the logits
 
-Dead slots may hold anything, NaN scales included: a mask selects, it never multiplies. A query that sees no key gives
-m = -inf, l = 0, acc = 0.
+A kernel also takes two optional arguments:
+
+    ends   i32[B,Hs,1]    the `lengths` of pos; None: computed from pos
+    tiles  i32[B,H,U]     tiles of slots to read instead of all. `pos` and `ends` are then those of these tiles' slots,
+                          and the tile size follows from the shapes of `tiles` and `pos`.
+
+Dead slots may hold anything, NaN scales included, because masks select and never multiply. A query that sees no key
+gives m = -inf, l = 0, acc = 0.
 """
 
 import jax.numpy as jnp
@@ -18,7 +26,7 @@ from jkv.protocols import KernelCodes
 
 
 def lengths(pos: Array) -> Array:
-    """i32[B,Hs,1]: the last live slot + 1 of pos i32[B,Hs,C]; nothing beyond it needs to be read.
+    """Return i32[B,Hs,1], the last live slot + 1 of pos i32[B,Hs,C]; slots beyond it need not be read.
 
     >>> lengths(jnp.array([[[4, -1, 2, -1], [-1, -1, -1, -1]]])).tolist()
     [[[3], [0]]]
@@ -27,14 +35,14 @@ def lengths(pos: Array) -> Array:
 
 
 def unclear(x: KernelCodes) -> str | None:
-    """Why codes with steps are none that a kernel reads, or None: they have just one of lows, a table and exponents."""
+    """Explain why kernels do not support these codes; None if they have exactly one of lows, a table and exponents."""
     if x.step is None or (x.low is not None) + (x.table is not None) + (x.step.dtype == jnp.uint8) == 1:
         return None
     return "steps that have not just one of lows, a table and exponents"
 
 
 def query_rows(q: Array, most: int) -> Array:
-    """[B*H,chunks,r,D] of q [B,H,G,T,D]: r rows, a multiple of 8 and `most` at most, for one program; in few of them.
+    """Reshape q [B,H,G,T,D] to [B*H,chunks,r,D]: as few chunks as possible of r rows, a multiple of 8, at most `most`.
 
     >>> query_rows(jnp.ones((2, 3, 7, 5, 64)), 16).shape
     (6, 3, 16, 64)
@@ -47,7 +55,7 @@ def query_rows(q: Array, most: int) -> Array:
 
 
 def query_results(x: Array, shape: tuple[int, ...]) -> Array:
-    """[B,H,G,T,...] of x [B*H,chunks,r,...], of those rows; shape: of q.
+    """Undo `query_rows`: reshape x [B*H,chunks,r,...] to [B,H,G,T,...]; shape: that of q.
 
     >>> query_results(jnp.ones((6, 3, 16, 4)), (2, 3, 7, 5, 64)).shape
     (2, 3, 7, 5, 4)
@@ -57,7 +65,9 @@ def query_results(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def query_bounds(first: Array, last: Array, g: int, chunks: int, r: int) -> Array:
-    """i32[B,chunks,2,r]: the first and the last position that those rows see, of i32[B,T]; -1, of the dead, none does.
+    """Return i32[B,chunks,2,r], the first and last position that each of the `query_rows` sees, from i32[B,T].
+
+    Positions start at 0, so that no row sees dead slots, which are at -1.
 
     >>> query_bounds(jnp.array([[-3, 2]]), jnp.array([[4, 5]]), 2, 1, 8).tolist()
     [[[[0, 2, 0, 2, 0, 0, 0, 0], [4, 5, 4, 5, -1, -1, -1, -1]]]]
@@ -65,5 +75,5 @@ def query_bounds(first: Array, last: Array, g: int, chunks: int, r: int) -> Arra
     b, t = first.shape
     bounds = jnp.broadcast_to(jnp.stack([first, last], 1)[:, :, None], (b, 2, g, t)).reshape(b, 2, g * t)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, chunks * r - g * t)), constant_values=-1)
-    bounds = jnp.maximum(bounds, jnp.array([0, -1], jnp.int32)[None, :, None])  # queries of the padding see nothing
+    bounds = jnp.maximum(bounds, jnp.array([0, -1], jnp.int32)[None, :, None])  # padding queries see nothing
     return jnp.swapaxes(bounds.reshape(b, 2, chunks, r), 1, 2)

@@ -1,10 +1,10 @@
-"""Pallas Mosaic GPU (Hopper): codes go from memory to registers, are unpacked there and feed the tensor cores.
+"""Hopper kernel (Pallas Mosaic GPU): codes go from memory to registers, are unpacked there and feed the tensor cores.
 
-Logits are K @ q.T and outputs V.T @ P.T: the codes are always the left operand, which may lie in registers, and few
-query rows are padded to 8, not to 64. Keys are read as they are stored, values slot-minor: XLA then stores a cache that
-lives in a loop slot-minor, and the transposition in front of the kernel costs nothing in the loop.
+Logits are K @ q.T and outputs V.T @ P.T: the codes are always the left operand, which may lie in registers, so the few
+query rows are padded to 8 instead of 64. Keys are read as they are stored, values slot-minor. XLA then stores a cache
+carried through a loop slot-minor, and the transposition in front of the kernel costs nothing in the loop.
 
-Of one program (one head, some of its query rows, one part of its slots): n slots of a tile, r query rows.
+One program handles one head, some of its query rows and one part of its slots. Letters: n slots per tile, r query rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,21 @@ from jkv.kernels.decode_attention.gpu_operands import Form
 from jkv.kernels.decode_attention.gpu_tile import Ops, Ref, columns, f32, i32, operand, plgpu, rows
 from jkv.protocols import KernelCodes
 
-FEW = 16 * 1024  # bytes of a tile below which four are under way, not two; powers of two, for slots are counted
-PROCESSORS = 132  # multiprocessors of an H100 or H200 SXM, where no device tells
-SHARED = 227 * 1024  # bytes of shared memory of one, for its programs; each takes 1024 beside its own
-FILLING = 2  # tiles whose time a program takes before the first one is there
-UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
+FEW = 16 * 1024  # tiles of fewer bytes have 4 stages, others 2; both powers of two, because stages are counted modulo
+PROCESSORS = 132  # multiprocessors of an H100 or H200 SXM, used if no GPU is present
+SHARED = 227 * 1024  # bytes of shared memory per multiprocessor; each program takes 1024 more than it asks for
+FILLING = 2  # startup time of a program, in tiles
+UNSEEN = -1e30  # running maximum before any logit; finite, so that differences are not NaN
 
 
 def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int = 0) -> str | None:
-    """Why these codes have no kernel, or None; queries: G * T, of which any number will do; unit: as of `tile_of`."""
+    """Explain why the kernel does not support these codes; None if it does.
+
+    Args:
+        dim: Head dimension.
+        queries: Query rows per kv head (G * T); any number is supported.
+        unit: Slots per page, 0 without pages; see `tile_of`.
+    """
     slots, tile = k.codes.shape[2], tile_of(v, unit)
     if dim not in (64, 128, 256):
         return f"head_dim={dim}; 64, 128 and 256 are"
@@ -51,11 +57,14 @@ def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int =
 
 
 def tile_of(v: KernelCodes, unit: int = 0) -> int:
-    """Slots of a tile; more where a slot of the values is 16 bytes, for each part of a folded tile is 64 slots, and
-    fewer where it has 256 channels: a program has no more memory.
+    """Return the number of slots per tile.
 
-    unit: of pages, or 0. A smaller page is read with its tile, so that has 64 slots then, the fewest that tensor cores
-    take, unless it is folded.
+    It is larger if a slot of the values has 16 bytes, because each part of a folded tile has 64 slots, and smaller for
+    256 channels, because a program's shared memory is limited.
+
+    Args:
+        unit: Slots per page, or 0. A smaller page is read with the whole tile around it, so tiles then have 64 slots,
+            the fewest that the tensor cores take, unless they are folded.
     """
     dim = v.codes.shape[-1] * 8 // (v.bits or 8)
     width = dim * plane(v.bits) // 8 if v.bits else dim
@@ -84,7 +93,7 @@ def unsupported(x: KernelCodes, dim: int, tile: int) -> str | None:
             return f"{y.dtype} {name}; bfloat16 and float16 are"
     slots, steps, groups = x.codes.shape[2], *x.step.shape[2:]
     if steps == slots:
-        most = 8 if x.bits == 2 and dim == 256 else 4  # wider codes have no registers left for more
+        most = 8 if x.bits == 2 and dim == 256 else 4  # registers limit wider codes
         good = groups in (1, 2, 4, 8) and groups <= most and dim // groups >= 16
         return None if good else f"{groups} channel groups; powers of 2 up to {most} are"
     grain = slots // steps
@@ -111,8 +120,16 @@ def attention(
     plain: bool = False,
     interpret: Any = None,
 ) -> Partial:
-    """See the package; unit: slots of the pages in `tiles`; `plain` gives the tensor cores no subnormal numbers,
-    `interpret` takes the interpreter's parameters."""
+    """Compute attention, as the package describes.
+
+    Args:
+        unit: Slots of the pages in `tiles`; 0 without pages.
+        plain: Whether to keep subnormal numbers away from the tensor cores.
+        interpret: Parameters of the Pallas interpreter; None to compile for the GPU.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     if (reason := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
         raise ValueError(f"the gpu kernel of decode attention does not take {reason}")
     b, h, g, t, d = q.shape
@@ -140,13 +157,13 @@ def as_bytes(x: KernelCodes) -> KernelCodes:
 
 
 def most_rows(k: Form, v: Form) -> int:
-    """Query rows that one program has registers for; more are cut, and all but one program read codes from L2."""
+    """Return how many query rows fit one program's registers. Further rows go to more programs, which hit L2."""
     light = k.groups == v.groups == k.grain == 1 and len(k.planes) == len(v.planes) == 1
     return 16 if light and v.tile == 128 else 8
 
 
 def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
-    """Partial [N,chunks,r] of the parts acc f32[N,chunks,splits,r,D], m (of base 2) and l f32[N,chunks,splits,r]."""
+    """Merge the splits of acc f32[N,chunks,splits,r,D], m (base 2) and l f32[N,chunks,splits,r] into one Partial."""
     top = m.max(2)
     share = jnp.exp2(m - top[:, :, None])
     total = (l * share).sum(2)
@@ -155,13 +172,13 @@ def join(acc: Array, m: Array, l: Array) -> Partial:  # noqa: E741
 
 @functools.cache
 def processors() -> int:
-    """Multiprocessors of the device, or of the one that programs are compiled for."""
+    """Return the number of multiprocessors of the device, or of the GPU that programs are compiled for."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else PROCESSORS
 
 
 def resident(k: Form, v: Form, r: int) -> int:
-    """Programs that a multiprocessor runs at once, by its shared memory and the registers that compiled ones take."""
+    """Return how many programs fit a multiprocessor, by shared memory and the registers of compiled programs."""
     plain = k.grain == k.groups == v.groups == 1 and not any(x.table or len(x.planes) > 1 for x in (k, v))
     light = r == 8 and plain and v.tile <= 128 and v.width < 256
     own = 2 * v.groups * r * v.tile + 4 * r * k.dim + (2 * k.units * r * k.dim if k.grain > 1 else 0)
@@ -169,20 +186,25 @@ def resident(k: Form, v: Form, r: int) -> int:
 
 
 def tile_bytes(k: Form, v: Form, r: int) -> int:
-    """Of shared memory; steps and lows of slots are read straight to registers."""
+    """Return the shared memory per tile in bytes; steps and lows of slots are read directly into registers."""
     codes = sum(x.tile * sum(x.planes) * (1 if x.coded else 2) for x in (k, v))
     return codes + (k.units * (2 * k.dim + 4 * r) if k.grain > 1 else 0) + (0 if v.coded else 4 * v.tile)
 
 
 def stages(k: Form, v: Form) -> int:
-    """Tiles under way, so that a multiprocessor's programs together wait for 40 kB and more: memory is never idle."""
+    """Return the number of tiles in flight, so that a multiprocessor always has 40 kB or more of loads outstanding."""
     return 2 if tile_bytes(k, v, 8) >= FEW else 4
 
 
 def parts(programs: int, at_once: int, tiles: int) -> int:
-    """Into how many parts the tiles of each program are divided so that all are done first; the fewest of such.
+    """Return the number of splits of each program's tiles that finishes first (the smallest one if several do).
 
-    Programs are alike, so they come in waves, and the last wave takes as long whether it is full or not.
+    All programs take equally long and so run in waves; a partial last wave costs as much as a full one.
+
+    Args:
+        programs: Number of programs without splits.
+        at_once: Number of programs that run concurrently.
+        tiles: Number of tiles per program without splits.
 
     >>> parts(8, 396, 1024), parts(8, 132, 1024), parts(64, 396, 1024), parts(512, 396, 64), parts(8, 396, 8)
     (49, 16, 6, 3, 8)
@@ -205,7 +227,7 @@ def kernel(
     ops: Ops,
     interpret: Any,
 ) -> Any:
-    """The compiled function of `program` over heads, parts and chunks of query rows; pos: its shape [B,Hs,C]."""
+    """Build the kernel call of `program` over heads, splits and chunks of query rows; pos: the shape [B,Hs,C]."""
     b, h, chunks = batch
     splits = parts(b * h * chunks, processors() * resident(k, v, r), pos[2] // v.tile)
     lead = (b * h, chunks, splits)
@@ -235,30 +257,34 @@ def program(
     scales_g: list[list[Ref]], codes_g: list[Ref], *out_g: Ref,
     once: list[Ref], scratch: list[Ref], p_s: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
-    """where_g: ends i32[B*Hs] of the slots; where their tiles are listed, also where these lie, i32[B*H,U].
+    """Attend one chunk of query rows to one split of a head's slots.
 
-    tables_g: `table_words` of keys and of values.
+    Args:
+        where_g: The ends i32[B*Hs] of the slots and, if tiles are listed, the list i32[B*H,U].
+        tables_g: The `table_words` of keys and of values.
     """
     head, split, chunk = (lax.axis_index(name) for name in ("head", "split", "chunk"))
     ends_g, *places_g = where_g
     row = lax.div(head, heads)
     of_pos = head if pos_heads == heads else row
+    # Load bounds and queries into shared memory, once per program.
     for source, target in zip([once_g[0].at[row], *(x.at[head] for x in once_g[1:])], once, strict=True):
         plgpu.copy_gmem_to_smem(source.at[chunk], target, arrived)
     plgpu.barrier_wait(arrived)
     r, every = once[0].shape[1], pos_g.shape[1] // v.tile
+    # This split's share of the tiles with live slots.
     tiles = lax.div(ends_g[of_pos] + (v.tile - 1), v.tile)
     start, stop = (lax.div(tiles * (split + i), splits) for i in range(2))
 
     def bound(i: int, like: tuple[int, ...]) -> Array:
-        """The first or last position that queries see; of one token it is one."""
+        """Return the first or last position that queries see; a scalar if there is one token."""
         return once[0][i, 0] if new == 1 else columns(ops.column(once[0].at[i]), like)
 
     def place(i: Array) -> Array:
         return places_g[0][head, start + i] if places_g else start + i
 
     def read(i: Array) -> tuple[Array, list[list[Array]]]:
-        """Positions, steps and lows of tile i: so few bytes are read straight to registers."""
+        """Read positions, steps and lows of tile i directly into registers, because they are few bytes."""
         i = jnp.minimum(i, every - 1 - start)
         pos, at = ops.read(pos_g.at[of_pos, pl.ds((start + i) * v.tile, v.tile)], v.span), place(i) * v.tile
         some = [[x.at[head] for x in refs] for refs in scales_g]
@@ -268,30 +294,34 @@ def program(
     of_keys, of_values = sides.key_blocks(k, r, head, chunk, place), sides.value_blocks(v, head, place)
     alive = [] if v.coded else [pl.BlockSpec((None, v.tile), lambda i: (of_pos, start + i))]
 
-    ahead = v.tile <= 128  # those of the next tile wait in registers, if there are some left for them
+    ahead = v.tile <= 128  # prefetch those of the next tile, if registers are left
 
     def body(index: Any, *more: Any) -> Any:
         *sides_s, (held, m, l, low, acc) = more  # noqa: E741
         pos, scales = held if ahead else read(index[0])
         keys_s, values_s = sides_s[: len(of_keys)], sides_s[len(of_keys) :]
         pos = ops.as_row(pos, v.span)
+        # Masked logits.
         s = sides.logits(ops, k, scale, keys_s, sides.scales_of(ops, k, scales[0]), tables[0], once[1:], scratch)
         at = rows(pos, s.shape)
         s = jnp.where((at >= bound(0, s.shape)) & (at <= bound(1, s.shape)), s, -jnp.inf)
+        # Online softmax, with the steps of the values folded into the maximum.
         v_scales = sides.scales_of(ops, v, scales[1])
         top = jnp.maximum(m, sides.weighty(v, s, v_scales).max(0))
         fade = jnp.exp2(m - top)
         p = jnp.exp2(s - columns(top, s.shape))
         lows = sides.weigh(ops, v, p, pos, v_scales, p_s)
         mixed = sides.mix(ops, v, values_s, tables[1], p_s, r)
+        # Prefetch the next tile's positions and steps.
         after = read(index[0] + 1) if ahead else ()
-        plgpu.commit_smem()  # the codes were read by loads: only now may a copy overwrite them
+        plgpu.commit_smem()  # the loads of the codes must finish before a copy overwrites them
 
         def add(old: Array, new: Array) -> Array:
             return old * columns(fade, old.shape) + new
 
         return after, top, add(l, sides.folded_sum(p)), list(map(add, low, lows)), list(map(add, acc, mixed))
 
+    # Run the pipeline over all tiles.
     none = ops.full((64, r), 0)
     lows = [none] * v.lows
     init = (
@@ -309,6 +339,7 @@ def program(
         init_carry=init,
     )
     _, m, l, low, acc = loop(*codes_g, *[pos_g] * len(alive))  # noqa: E741
+    # Write this split's partial result.
     acc_g, m_g, l_g, low_g = (x.at[head, chunk, split] for x in out_g)
     m_g[...], l_g[...] = m, l.sum(0)
     for i, x in enumerate(low):

@@ -1,10 +1,10 @@
-"""In which order the GPU kernel contracts bytes, and which of them each thread loads for that.
+"""Register layouts of the GPU kernel: the order in which bytes are contracted, and which bytes each thread loads.
 
-Tensor cores take two codes in a register of 32 bits. In the lowest ten bits of its halves they are subnormal float16,
-so a mask is all that it takes to unpack them, and 2**-24 goes into a step. Of a word of four bytes, 0 and 2 are two
-codes, and 1 and 3 after a shift. So a thread loads 16 bytes of a row at once, and the columns of wgmma's operand,
-16 s + 8 h + 2 t + e with t the thread of four, are the bytes (t, s, e, h) of the row, slowest digit first. The order of
-channels or slots in a sum is free: queries and weights lie in the same.
+Tensor cores take two codes per 32-bit register. A code in the lowest ten bits of a half is a subnormal float16, so a
+mask is enough to unpack it, and the factor 2**-24 goes into the step. Bytes 0 and 2 of a four-byte word are one pair of
+codes, bytes 1 and 3 another one after a shift. A thread therefore loads 16 bytes of a row at once, and column
+16 s + 8 h + 2 t + e of wgmma's operand (t is the thread among four) is byte (t, s, e, h) of the row, slowest digit
+first. Sums may run over channels or slots in any order, as long as queries and weights use the same order.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError("jax's Mosaic GPU imports absl: pip install absl-py", name="absl") from error
 
-UNIT = 2.0**-24  # what a code of 1 is
-UNIT8 = 2.0**-8  # what 1 is, of e4m3: as float16, whose exponents have a bit more, it is so much of it
+UNIT = 2.0**-24  # value of code 1 as a subnormal float16
+UNIT8 = 2.0**-8  # value of e4m3's 1 read as float16, whose exponent has one bit more
 
 
 def plane(bits: int) -> int:
-    """Bits of a code that are packed together: third ones lie by themselves."""
+    """Return how many bits of a code are packed together; third bits have a plane of their own."""
     return PLANES[bits][0] if bits in PLANES else bits
 
 
 def contracted(x: Array, piece: int, axis: int = 0) -> Array:
-    """In the order in which bytes that lie along an axis are contracted, piece by piece; 0: as they lie.
+    """Permute an axis of bytes into contraction order, within pieces of `piece` entries; 0 keeps the order.
 
     >>> contracted(jnp.arange(32), 32).tolist()[:16]
     [0, 2, 8, 10, 16, 18, 24, 26, 1, 3, 9, 11, 17, 19, 25, 27]
@@ -54,14 +54,17 @@ def contracted(x: Array, piece: int, axis: int = 0) -> Array:
     return jnp.moveaxis(x.reshape(shape[axis], *rest), 0, axis)
 
 
-Digits = list[tuple[int, str]]  # of an index, the slowest first: how many, and what has one each; "": a register
+Digits = list[tuple[int, str]]  # digits of an index, slowest first: (size, warp or lane digit, or "")
 
 
 def tiled(*axes: Digits, alike: str = "") -> Any:
-    """The layout in which warps (W), lanes (L) and a register's entries (V) have these digits of the indices.
+    """Build the layout that distributes index digits over warps (W), lanes (L) and the entries of a register (V).
 
-    Warps and lanes are numbered as their names are sorted; registers lie as digits do, of all axes side by side. alike:
-    the name of a digit of two whose warps or lanes hold the same.
+    Warp and lane digits are ordered by name; registers follow the order of the digits, all axes side by side.
+
+    Args:
+        axes: The digits of each axis.
+        alike: Name of a warp or lane digit of size 2 over which data is replicated; "" for none.
     """
     depth, many = len(axes[0]), len(axes)
     tiles = tuple(tuple(math.prod(n for n, _ in axis[i:]) for axis in axes) for i in range(depth))
@@ -69,7 +72,7 @@ def tiled(*axes: Digits, alike: str = "") -> Any:
     sizes = {name: n for axis in axes for n, name in axis if name}
     same = {alike: Replicated(2)} if alike else {}
     warps, lanes = ([name for name in sorted({*places, *same}) if name[0] == kind] for kind in "WL")
-    missing = 32 // math.prod(sizes.get(x, 2) for x in lanes)  # these lanes hold the same
+    missing = 32 // math.prod(sizes.get(x, 2) for x in lanes)  # lanes with replicated data
     dims = places | same
     layout = mgpu.TiledLayout(
         plgpu.Tiling(tiles),
@@ -84,7 +87,7 @@ def tiled(*axes: Digits, alike: str = "") -> Any:
 
 
 def row_digits(n: int, piece: int) -> Digits:
-    """Of wgmma's rows that are entries in `contracted` order."""
+    """Return the digits of wgmma's rows for n entries in `contracted` order."""
     steps = piece // 16
     inner, outer = min(steps, 4), max(1, 4 // steps)
     return [
@@ -112,9 +115,12 @@ def matrix_layout(shape: tuple[int, int], piece: int) -> Any:
 class Bytes:
     """How threads load a matrix of bytes, and what they load.
 
-    words [rows / 64, s, 2]: which of a thread's words of four bytes has columns 16 s and on of wgmma's rows, and of
-    those 8 below. thirds: how they load the bytes of third bits that belong to these, word by word; half of all
-    threads, by bit `turn` of their number, need the odd bits of them.
+    Attributes:
+        layout: Layout of the load.
+        words: Index [rows / 64, s, 2] of the thread's four-byte word with columns 16 s and on of a wgmma row, and of
+            the row 8 below.
+        thirds: Layout of the load of the matching third bits, word by word.
+        turn: Bit of the thread number; threads with this bit set need the odd bits of the third-bit bytes.
     """
 
     layout: Any
@@ -124,7 +130,7 @@ class Bytes:
 
 
 def key_bytes(shape: tuple[int, int], piece: int, span: int) -> Bytes:
-    """Of [n,w], channels `contracted` by piece and slots by span; 0: as they lie."""
+    """Describe the load of keys [n,w], channels `contracted` by `piece` and slots by `span` (0 keeps the order)."""
     n, w = shape
     words = numbered(n // 64, w // piece, max(1, piece // 64), 2, min(piece, 64) // 16).swapaxes(3, 4)
     return Bytes(
@@ -133,7 +139,7 @@ def key_bytes(shape: tuple[int, int], piece: int, span: int) -> Bytes:
 
 
 def value_bytes(shape: tuple[int, int], fold: int, span: int) -> Bytes:
-    """Of [w,n], slots `contracted` by span; folded, the parts of the tile lie below each other."""
+    """Describe the load of values [w,n], slots `contracted` by `span`; parts of a folded tile are stacked as rows."""
     w, n = shape
     parts = (n // span, 2, span // 64) if fold == 1 else (1, 2, 1)
     words = np.moveaxis(numbered(w * fold // 64, *parts, 4), 2, -1)
@@ -150,7 +156,7 @@ def numbered(*shape: int) -> np.ndarray:
 
 
 def key_layout(n: int, w: int, piece: int, span: int, times: int = 1) -> Any:
-    """times 2: of third bits, whose w / 2 columns two threads read alike."""
+    """Return the layout of keys. times=2 is for third bits, whose w / 2 columns are read by two threads each."""
     one, wide, alike = (1, ""), min(piece // 4, 16), "L2" * (times > 1)
     pieces, parts, four = (w // piece, ""), (piece // 4 // wide, ""), (4 // times, "L3")
     if span:
@@ -160,7 +166,7 @@ def key_layout(n: int, w: int, piece: int, span: int, times: int = 1) -> Any:
 
 
 def value_layout(w: int, n: int, fold: int, span: int, times: int = 1) -> Any:
-    """Folded, each warp holds 16 rows of one part, in the order of wgmma's rows. times 2: of third bits, likewise."""
+    """Return the layout of values; folded, each warp has 16 rows of one part, in wgmma order. times=2: third bits."""
     part, half = ("W0", "W1") if fold > 1 else ("", "")
     warps = min(w // 16, 4) // times
     rows: Digits = [(max(1, w // 64), ""), (warps, "W3" * (warps > 1)), (2, ""), (8, "L0")]
@@ -168,11 +174,11 @@ def value_layout(w: int, n: int, fold: int, span: int, times: int = 1) -> Any:
     return tiled(rows, columns, alike="W2" * (times > 1))
 
 
-Take = list[tuple[int, int]]  # of what a register is put together: bits that a word is shifted right, and a mask
+Take = list[tuple[int, int]]  # terms of a register: (right shift of a word in bits, mask)
 
 
 def takes(bits: int, shift: bool) -> list[list[Take]]:
-    """For each field, what is taken of a word for its bytes 0 and 2, and what for 1 and 3."""
+    """Return, for each field, the shifts and masks that unpack bytes 0 and 2 of a word, and bytes 1 and 3."""
     if not bits:
         return [[[(8 * h - 8, 0x80008000), (8 * h - 7, 0x3F803F80)] for h in range(2)]]
     mask, fields = ((1 << plane(bits)) - 1) * 0x10001, range(0, 8, plane(bits))
@@ -180,14 +186,20 @@ def takes(bits: int, shift: bool) -> list[list[Take]]:
 
 
 def thirds(shift: bool) -> list[list[Take]]:
-    """The same of a word of third bits, of which those of field j are bit 2 j of each byte."""
+    """Return the shifts and masks of a word of third bits, where field j has bit 2 j of each byte; see `takes`."""
     return [[[(8 * h + shift * j - 2, 0x40004 << (0 if shift else j))] for h in range(2)] for j in range(0, 8, 2)]
 
 
 def registers(on: Any, planes: list[Any], how: Bytes, bits: int, shift: bool, table: list[Any]) -> list[list[Any]]:
-    """For each field wgmma's registers, of a thread's words of each plane of bytes, and of a table if there is one.
+    """Unpack a thread's words into wgmma's registers, one list per field.
 
-    on: the operations on words, a thread's or numpy's.
+    Args:
+        on: Operations on words: of a GPU thread, or of numpy in tests.
+        planes: The thread's words, for each plane of bytes.
+        how: How the words were loaded.
+        bits: Bits per code.
+        shift: Whether all fields are shifted to the same bits.
+        table: Words of the table whose entries the codes select; empty for plain codes.
     """
     halves = [(int(i), h) for step in how.words.reshape(-1, 2) for h in range(2) for i in step]
     planes = [planes[0], *[[on.turned(x, how.turn) for x in third] for third in planes[1:]]]
@@ -203,12 +215,12 @@ def registers(on: Any, planes: list[Any], how: Bytes, bits: int, shift: bool, ta
     return [[taken(i, [take[h] for take in field]) for i, h in halves] for field in zip(*every, strict=True)]
 
 
-# Codes that stand for entries of a table. A permutation of bytes (PRMT) takes four of eight bytes, by the nibbles of
-# a word's lower half: of the lower bytes of eight entries those of four codes, and of their higher bytes likewise.
+# Table lookup. A byte permutation (PRMT) picks four of eight bytes by the nibbles of a word's lower half: once among
+# the lower bytes of eight entries for four codes, and once among their higher bytes.
 
 
 def table_words(table: Array) -> Array:
-    """i32[N,words] of entries [N,2**bits] as float16: first all lower bytes, then all higher ones.
+    """Pack entries [N,2**bits] as float16 into i32[N,words]: first all lower bytes, then all higher bytes.
 
     >>> [hex(x) for x in table_words(jnp.array([[1.0, -2.0, 0.5, 0.0]], jnp.bfloat16))[0].tolist()]
     ['0x0', '0x38c03c']
@@ -218,17 +230,17 @@ def table_words(table: Array) -> Array:
 
 
 def entries_of(words: Array) -> Array:
-    """f32[2**bits], the inverse of `table_words` for one table."""
+    """Unpack one table's words into f32[2**bits], the inverse of `table_words`."""
     low, high = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(2, -1).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(low | high << 8, jnp.float16).astype(jnp.float32)
 
 
 def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[list[Any]]:
-    """For each field the registers of the entries for bytes 0 and 2 of a word, and of those for 1 and 3.
+    """Look up table entries: for each field, the registers for bytes 0 and 2 of a word, and for bytes 1 and 3.
 
-    planes: the word, and that of its third bits.
+    planes: the word and, with 3 bits, the word of its third bits.
     """
-    low, *third = (on.chosen(x, x, on.constant(0x3120)) for x in planes)  # bytes 0 and 2, and 1 and 3, side by side
+    low, *third = (on.chosen(x, x, on.constant(0x3120)) for x in planes)  # order bytes as 0, 2, 1, 3
     each, fields = plane(bits), 4 // plane(bits)
     out: list[Any] = [None] * (2 * fields)
     for j in range(fields):  # nibbles are the codes of fields j and j + fields, of one byte and of the other
@@ -236,18 +248,18 @@ def looked_up(on: Any, planes: list[Any], table: list[Any], bits: int) -> list[l
         for x in third:
             codes = on.joined(codes, on.masked(on.moved(x, each * j - 2), 0x44444444))
         halves = [entry_bytes(on, codes, 16 * h, table) for h in range(2)]
-        out[j] = [on.chosen(*x, on.constant(0x6240)) for x in halves]  # both bytes of the first code and of the third
+        out[j] = [on.chosen(*x, on.constant(0x6240)) for x in halves]  # both bytes of the first and third code
         out[j + fields] = [on.chosen(*x, on.constant(0x7351)) for x in halves]
     return out
 
 
 def entry_bytes(on: Any, codes: Any, right: int, table: list[Any]) -> list[Any]:
-    """The lower and the higher bytes of the entries that four nibbles, from bit `right` on, are codes of."""
+    """Look up the lower and higher bytes of the entries of four 4-bit codes, which start at bit `right`."""
     count = len(table) // 2
     both = table[:count], table[count:]
     if count < 4:
         return [on.chosen(x[0], x[-1], on.moved(codes, right)) for x in both]
-    among = on.moved(on.masked(codes, 0x77777777), right)  # eight entries; their fourth bits say of which eight
+    among = on.moved(on.masked(codes, 0x77777777), right)  # index among eight entries; bit 3 says which eight
     upper = on.joined(on.masked(on.moved(codes, 1), 0x44444444), on.constant(0x32103210))
     upper = on.moved(upper, right)
     return [on.chosen(on.chosen(*x[:2], among), on.chosen(*x[2:], among), upper) for x in both]

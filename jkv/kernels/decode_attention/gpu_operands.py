@@ -1,6 +1,6 @@
-"""Keys and values of every form as the GPU kernel reads them: operands, blocks, and what is done with a tile.
+"""Operands of the GPU kernel for every format of keys and values: arrays, blocks, and the products of a tile.
 
-Of one program: n slots of a tile, r query rows, w entries of a slot (bytes, or floats), m channel groups.
+Letters, per program: n slots per tile, r query rows, w entries per slot (bytes or floats), m channel groups.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Form:
-    """What is static about keys or values."""
+    """The static description of keys or values."""
 
-    bits: int  # of a code; 0: floats, of eight bits if they are `coded`
+    bits: int  # bits per code; 0: floats, of eight bits if `coded`
     dim: int
-    groups: int  # m; each shares a step over dim / m channels
-    grain: int  # slots that share a step; above 1, each channel has its own
-    dtype: Any  # of the products
+    groups: int  # m; the dim / m channels of a group share a step
+    grain: int  # slots that share a step; above 1, steps are per channel
+    dtype: Any  # dtype of the products
     tile: int = 128  # n
-    span: int = 0  # slots within which their order is `contracted`; 0: as they lie
-    coded: bool = True  # unpacked in registers
-    table: bool = False  # a code stands for an entry of one
-    exponents: bool = False  # steps are powers of two, times codes of which the middle one is 0
+    span: int = 0  # slots are `contracted` within this many; 0: stored order
+    coded: bool = True  # whether entries are unpacked in registers
+    table: bool = False  # whether codes index a table
+    exponents: bool = False  # whether steps are powers of two and the middle code is 0
 
     @classmethod
     def of(cls, x: KernelCodes, dim: int, tile: int) -> Form:
@@ -50,7 +50,7 @@ class Form:
 
     @classmethod
     def both(cls, k: KernelCodes, v: KernelCodes, dim: int, tile: int) -> tuple[Form, Form]:
-        """Of keys and values, whose slots are in the order in which values are loaded."""
+        """Return the forms of keys and values, with slots in the order in which values are loaded."""
         forms = cls.of(k, dim, tile), cls.of(v, dim, tile)
         span = 0 if not forms[1].coded else 128 if tile == 128 and forms[0].grain == 1 else 64
         return replace(forms[0], span=span), replace(forms[1], span=span)
@@ -61,12 +61,12 @@ class Form:
 
     @property
     def planes(self) -> list[int]:
-        """Entries of a slot, of each part that is packed by itself: w and, of third bits, half as many."""
+        """Entries per slot of each separately packed plane: w and, for third bits, w / 2."""
         return [self.width, self.width // 2] if self.bits == 3 else [self.width]
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where these lie in a slot, in blocks of their own widths, and the widths."""
+        """(block index in units of the plane's width, width) of each plane within a slot."""
         return [(2 * i, width) for i, width in enumerate(self.planes)]
 
     @property
@@ -75,58 +75,58 @@ class Form:
 
     @property
     def rise(self) -> int:
-        """log2 of how much larger than the codes of one field those of the next are, in registers."""
+        """log2 of the scale between the codes of consecutive fields in registers."""
         return 0 if self.table else plane(self.bits)
 
     @property
     def lows(self) -> int:
-        """Channel groups whose numbers have a part that is no code's."""
+        """Number of channel groups that have a low (an offset)."""
         return self.groups if self.bits and not self.table else 0
 
     @property
     def piece(self) -> int:
-        """Channels of one field and one group: what one product contracts."""
+        """Channels of one field and one group, which one product contracts."""
         return min(self.width, self.dim // self.groups)
 
     @property
     def units(self) -> int:
-        """Groups of slots in a tile."""
+        """Groups of slots per tile."""
         return max(1, self.tile // self.grain)
 
     @property
     def per_field(self) -> int:
-        """Channel groups of a field."""
+        """Channel groups per field."""
         return max(1, self.groups // self.fields)
 
     @property
     def fold(self) -> int:
-        """Parts of a tile that lie below each other: tensor cores want 64 rows, and slot-minor bytes may be fewer."""
+        """Parts of a tile stacked as rows, because tensor cores need 64 rows and a slot may have fewer bytes."""
         return max(1, 64 // self.width)
 
     @property
     def blocks(self) -> int:
-        """Accumulators [max(w, 64), r] of the values."""
+        """Number of accumulators [max(w, 64), r] of the values."""
         return self.fields * self.per_field * self.fold
 
 
 def slot_minor(x: Array) -> Array:
-    """[N,C,k] -> [N,k,C]"""
+    """Transpose [N,C,k] to [N,k,C]."""
     return jnp.swapaxes(x, 1, 2)
 
 
 # Steps and lows of each slot
 
 
-Scales = list[tuple[Array, Array | None]]  # of each channel group, row vectors f32[n]; a low where one is stored
+Scales = list[tuple[Array, Array | None]]  # per channel group: row vectors f32[n] of steps, and of lows if stored
 
 
 def scale_operands(form: Form, x: KernelCodes) -> list[Array]:
-    """[N,m,C]; none of floats, and of keys whose slots share steps."""
+    """Return steps and lows as [N,m,C]; empty for floats and for keys whose slots share steps."""
     return [slot_minor(y) for y in (x.step, x.low) if y is not None and form.grain == 1]
 
 
 def read_scales(ops: Ops, form: Form, refs: list[Ref], at: Array) -> list[Array]:
-    """What a tile's slots have, of refs [m,C]; at: its first slot."""
+    """Read the steps and lows of a tile from refs [m,C]; at: its first slot."""
     return [ops.read(ref.at[g, pl.ds(at, form.tile)], form.span) for g in range(form.groups) for ref in refs]
 
 
@@ -139,12 +139,12 @@ def scales_of(ops: Ops, form: Form, read: list[Array]) -> Scales:
 
 
 def low_of(form: Form, step: Array, low: Array | None) -> Array | None:
-    """Beside exponents the middle code is 0."""
+    """Return the low; with exponents it follows from the step, because the middle code is 0."""
     return step * -(2.0 ** (form.bits - 1)) if form.exponents else low
 
 
 def power(exponents: Array) -> Array:
-    """f32: 2**(e - 127) of uint8 e, as the bits of a number; 0 of e = 0, infinity of the 255 of dead slots."""
+    """Return f32 2**(e - 127) for uint8 e, built from its bits: 0 for e = 0, infinity for 255 (dead slots)."""
     return lax.bitcast_convert_type(exponents.astype(i32) << 23, f32)
 
 
@@ -152,17 +152,17 @@ def power(exponents: Array) -> Array:
 
 
 def queries(k: Form, q: Array, scale: float, unit: float) -> list[Array]:
-    """What a program reads once, of q f32[N,chunks,r,D]; unit: of a code."""
+    """Prepare q f32[N,chunks,r,D] as the operands that a program reads once; unit: value of code 1 in registers."""
     if not k.coded:
         return [q.astype(k.dtype)]
     places = contracted(q, k.piece, 3)
     if k.grain > 1:
-        # Times steps they go to float16: at 1 and less, steps below 65520 do not overflow (larger make logits
-        # infinite), and those below 2**-14 lose 2**-25 of a code and of the largest query: nothing in a logit.
+        # Queries times steps become float16. With queries up to 1, steps below 65520 do not overflow (larger ones make
+        # logits infinite), and those below 2**-14 lose 2**-25 of a code and of the largest query: nothing in a logit.
         most = jnp.abs(q).max(-1)
         places = places / jnp.where(most > 0, most, 1)[..., None]
         return [jnp.swapaxes(places, 2, 3), most * (scale * LOG2E / unit)]
-    # Likewise the largest query of a program is below 1, and codes of higher bits are larger.
+    # Here too the largest query of a program is below 1; fields in higher bits have larger codes.
     size = jnp.exp2(jnp.frexp(jnp.abs(q).max((2, 3)))[1].astype(f32))[..., None, None]
     field = jnp.exp2(-k.rise * (jnp.arange(k.dim) // k.width).astype(f32))[None, None, None]
     sums = q.reshape(*q.shape[:3], k.groups, -1).sum(-1) * (scale * LOG2E)
@@ -171,7 +171,7 @@ def queries(k: Form, q: Array, scale: float, unit: float) -> list[Array]:
 
 
 def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
-    """Shared memory for `queries`, and for what `logits` computes of them."""
+    """Return the shared memory for `queries`, and the scratch memory of `logits`."""
     matrix = operand(k.piece, k.dtype)
     if k.grain > 1:
         folded = plgpu.SMEM((k.units * r, k.dim), f16, transforms=matrix)
@@ -181,7 +181,7 @@ def query_memory(k: Form, r: int) -> tuple[list[Any], list[Any]]:
 
 
 def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]:
-    """Of x [N,C,...] and q f32[N,chunks,r,D]."""
+    """Return the key arrays that are read tile by tile, of x [N,C,...] and q f32[N,chunks,r,D]."""
     if x.step is None or x.low is None or k.grain == 1:
         return [x.codes for _ in k.planes]
     lows = jnp.einsum("nurd,nsd->nusr", q, x.low.astype(f32), precision="highest") * (scale * LOG2E)
@@ -189,9 +189,9 @@ def key_operands(k: Form, x: KernelCodes, q: Array, scale: float) -> list[Array]
 
 
 def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Array], Array]) -> list[Any]:
-    """place(i): which tile a step reads."""
+    """Return the block specs of `key_operands`; place(i) is the tile that step i reads."""
     whole = operand(k.width, jnp.uint8 if k.coded else k.dtype)
-    # What shared memory has side by side must divide a whole row, of which planes are parts.
+    # The minor size of a block in shared memory must divide a whole row, of which planes are parts.
     transforms = whole if len(k.planes) == 1 else (plgpu.TilingTransform((8, 16)),)
     codes = [
         plgpu.BlockSpec((None, k.tile, width), lambda i, at=at: (head, place(i), at), transforms=transforms)
@@ -199,7 +199,7 @@ def key_blocks(k: Form, r: int, head: Array, chunk: Array, place: Callable[[Arra
     ]
     if k.grain == 1:
         return codes
-    tiles = max(1, k.grain // k.tile)  # that share a step
+    tiles = max(1, k.grain // k.tile)  # tiles that share a step
     return [
         *codes,
         pl.BlockSpec((None, k.units, k.dim), lambda i: (head, lax.div(place(i), tiles), 0)),
@@ -217,7 +217,7 @@ def logits(
     query: list[Ref],
     scratch: list[Ref],
 ) -> Array:
-    """f32[n,r], times log2 e."""
+    """Compute the logits of a tile, f32[n,r], times log2 e."""
     if not k.coded:
         keys = [ops.ordered_matrix(refs[0], k.span)] if k.span else refs
         return ops.matmul((keys, query))[0] * (scale * LOG2E)
@@ -239,7 +239,7 @@ def logits(
 
 
 def pieces(k: Form, fields: list[Array], q_s: Ref, group: int = 0) -> tuple[list[Array], list[Ref]]:
-    """The codes of one channel group, field by field, and the query's channels that meet them."""
+    """Return the codes of one channel group, field by field, and the matching channels of the query."""
     each = k.dim // k.groups
     at = range(group * each, (group + 1) * each, k.piece)
     codes = [fields[i // k.width][:, i % k.width : i % k.width + k.piece] for i in at]
@@ -247,7 +247,7 @@ def pieces(k: Form, fields: list[Array], q_s: Ref, group: int = 0) -> tuple[list
 
 
 def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], query: list[Ref], folded: Ref) -> Array:
-    """A step per channel goes into the query, once for each unit of slots; a slot then takes its unit's columns."""
+    """Compute logits with per-channel steps: scale the query once per group of slots, and take each slot's columns."""
     step_s, low_s = refs
     q = ops.matrix(query[0])
     r = q.shape[1]
@@ -255,7 +255,7 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
         step = ops.as_row(ops.read(step_s.at[u], k.width), k.width).astype(f32)
         ops.put_transposed(folded.at[pl.ds(u * r, r)], (q * rows(step, q.shape)).astype(f16))
     plgpu.commit_smem()
-    parts, count = [], max(1, 64 // k.grain)  # units in 64 slots
+    parts, count = [], max(1, 64 // k.grain)  # groups in 64 slots
     cuts = [([x[i : i + 64] for x in fields], i // k.grain) for i in range(0, k.tile, 64)]
     products = [pieces(k, some, folded.at[pl.ds(first * r, count * r)]) for some, first in cuts]
     most = ops.column(query[1])
@@ -270,7 +270,7 @@ def channel_logits(ops: Ops, k: Form, fields: list[Array], refs: list[Ref], quer
 
 
 def slot_index(ops: Ops, shape: tuple[int, ...], span: int) -> Array:
-    """i32[64,r]: which of 64 slots a row is, or the first of 16 that it is one of."""
+    """Return i32[64,r], the slot (of 64) of each row, or the first of the 16 slots it belongs to."""
     row = ops.index(shape, 0)
     return (row >> 1 & 3) * 16 if span else row
 
@@ -291,26 +291,26 @@ def value_blocks(v: Form, head: Array, place: Callable[[Array], Array]) -> list[
     ]
 
 
-RAISE = 2.0**14  # of weights times steps, which go to float16: the largest comes to this, subnormal is 2**-28 of it
-SPAN = 32  # of log2 of a step
+RAISE = 2.0**14  # largest weight times step in float16; the result is subnormal below 2**-28 of it
+SPAN = 32  # clamp of log2 of a step
 
 
 def weighty(v: Form, s: Array, scales: Scales) -> Array:
-    """What the running maximum is taken of: with log2 of a slot's largest step added to its logits f32[n,r].
+    """Add log2 of each slot's largest step to its logits f32[n,r], for the running maximum.
 
-    So weights times steps are 1 at most, however large or small steps are. Not known better than within 2**-SPAN to
-    2**SPAN, for weights alone are float32 and must stay finite: from 2**(SPAN + 2) on a step makes weights infinite,
-    and those of slots below 2**-SPAN lose their bits as the smallest weights do.
+    With this maximum, weights times steps are at most 1 for steps of any size. Steps are clamped to the range 2**-SPAN
+    to 2**SPAN, because the weights alone are float32 and must stay finite: a step of 2**(SPAN + 2) or more makes
+    weights infinite, and slots with steps below 2**-SPAN lose precision as the smallest weights do.
     """
     if not scales:
         return s
     step = functools.reduce(jnp.maximum, (jnp.abs(step) for step, _ in scales))
-    log = lax.bitcast_convert_type(step, i32).astype(f32) * 2.0**-23 - 127  # 0.09 too low at most; of NaN a number too
+    log = lax.bitcast_convert_type(step, i32).astype(f32) * 2.0**-23 - 127  # at most 0.09 too low; finite for NaN too
     return s + rows(jnp.minimum(jnp.maximum(log, -SPAN), SPAN), s.shape)
 
 
 def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> list[Array]:
-    """Writes the weights f32[n,r] times each group's steps to p_s; gives them times each group's low."""
+    """Write the weights f32[n,r] times each group's steps to p_s, and return the sums with each group's low."""
     r, part = p.shape[1], v.tile // v.fold
     lows = []
     for g in range(v.groups):
@@ -329,19 +329,19 @@ def weigh(ops: Ops, v: Form, p: Array, pos: Array, scales: Scales, p_s: Ref) -> 
 
 
 def live(x: Array, pos: Array) -> Array:
-    """Steps or lows of slots; those of the dead may be NaN."""
+    """Zero the steps or lows of dead slots, which may be NaN."""
     return jnp.where(pos >= 0, x, 0.0)
 
 
 def folded_sum(x: Array) -> Array:
-    """f32[64,r] of [n,r]: adding what one thread holds needs no exchange between threads."""
+    """Sum [n,r] to f32[64,r]; each thread adds its own entries, without communication."""
     return sum((x[i : i + 64] for i in range(64, x.shape[0], 64)), x[:64])
 
 
 def mix(ops: Ops, v: Form, refs: list[Ref], table: list[Array], p_s: Ref, r: int) -> list[Array]:
-    """f32[max(w, 64), r] for each field, group of the field and part of the tile; `gather` finds what is wanted.
+    """Multiply values by weights: f32[max(w, 64), r] for each field, group of the field and part of the tile.
 
-    refs: codes; of floats also positions, for a dead slot may hold NaN.
+    `gather` picks the relevant entries. refs: the codes; for floats also the positions, because dead slots may be NaN.
     """
     if not v.coded:
         x = ops.matrix(refs[0])
@@ -356,10 +356,10 @@ def mix(ops: Ops, v: Form, refs: list[Ref], table: list[Array], p_s: Ref, r: int
 
 
 def gather(v: Form, acc: Array, low: Array | None, unit: float) -> Array:
-    """f32[...,r,D] of acc f32[...,blocks,max(w, 64),r] and low f32[...,m,r]; unit: of a code."""
+    """Assemble f32[...,r,D] from acc f32[...,blocks,max(w, 64),r] and low f32[...,m,r]; unit: value of code 1."""
     if not v.coded:
         return jnp.swapaxes(acc[..., 0, :, :], -1, -2)
-    each = v.width // v.per_field  # rows of a block that are wanted
+    each = v.width // v.per_field  # rows of a block that belong to its group
     parts = []
     for b in range(0, v.blocks, v.fold):
         begin = b // v.fold % v.per_field * each

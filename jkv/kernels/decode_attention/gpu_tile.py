@@ -1,7 +1,7 @@
-"""What the GPU kernel does with a tile in registers: on the hardware, or as plain jax under the interpreter.
+"""Tile operations of the GPU kernel in registers: on the hardware, or as plain jax under the interpreter.
 
-Shapes: n slots of a tile, r query rows, w bytes of a slot. A matrix lies as wgmma leaves it (four warps, 16 rows each);
-a row vector has a number for each of its rows, a column vector one for each of its columns.
+Shapes: n slots per tile, r query rows, w bytes per slot. Matrices have the layout of wgmma's results (four warps with
+16 rows each); a row vector has one number per row of a matrix, a column vector one per column.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ f16, f32, i32 = jnp.float16, jnp.float32, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 Ref = Any
-PLAIN = 2.0**14  # times which a subnormal code is a normal number
+PLAIN = 2.0**14  # factor that makes a subnormal code a normal number
 
 
 def rows(x: Array, like: tuple[int, ...]) -> Array:
-    """A row vector as a matrix."""
+    """Broadcast a row vector to a matrix."""
     return jax.lax.broadcast_in_dim(x, like, (0,))
 
 
@@ -52,9 +52,9 @@ def columns(x: Array, like: tuple[int, ...]) -> Array:
 
 
 def operand(width: int, dtype: Any) -> tuple[Any, ...]:
-    """How a matrix lies in shared memory so that the tensor cores read it in slices of `width` columns."""
+    """Return the shared-memory transforms with which tensor cores read a matrix in slices of `width` columns."""
     bits = jnp.dtype(dtype).itemsize * 8
-    if width * bits < 256:  # the narrowest swizzle is 32 bytes; codes are read by loads and need none
+    if width * bits < 256:  # the narrowest swizzle is 32 bytes; codes are read by loads, which need none
         return ()
     swizzle = plgpu.find_swizzle(width * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
@@ -62,9 +62,12 @@ def operand(width: int, dtype: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Ops:
-    """`interpret`: the interpreter knows no register layouts, no transposed refs, no wgmma on registers.
+    """The operations of a tile.
 
-    `plain`: no code goes to the tensor cores as a subnormal number.
+    Attributes:
+        interpret: Use plain jax, because the interpreter has no register layouts, transposed refs or wgmma on
+            registers.
+        plain: Keep subnormal codes away from the tensor cores.
     """
 
     interpret: bool = False
@@ -77,14 +80,14 @@ class Ops:
         return self.place(jnp.full(shape, value, f32), WGMMA if len(shape) == 2 else COLUMN)
 
     def unit(self, bits: int, table: bool = False) -> float:
-        """What a code of 1 is in `key_codes` and `value_codes`; an entry of a table is itself."""
+        """Return the value of code 1 in `key_codes` and `value_codes`; table entries are not scaled."""
         return 1.0 if table else (UNIT if bits else UNIT8) * (PLAIN if self.plain else 1)
 
     def row(self, ref: Ref) -> Array:
         return ref[...] if self.interpret else load(ref, ROW)
 
     def read(self, ref: Ref, piece: int) -> Array:
-        """Of ref [n] in any memory what `as_row` makes a row vector, by `contracted` with a piece."""
+        """Read ref [n] from any memory, `contracted` by `piece`; `as_row` turns the result into a row vector."""
         if self.interpret:
             return contracted(ref[...], piece)
         return load(ref, row_layout(ref.shape[0], piece) if piece else ROW)
@@ -99,11 +102,11 @@ class Ops:
         return self.place(ref[...], WGMMA)
 
     def loose(self, ref: Ref) -> Array:
-        """The same of a ref that lies row by row, whose rows share banks."""
+        """Read a matrix from a row-major ref, despite bank conflicts between its rows."""
         return ref[...] if self.interpret else load(ref, WGMMA)
 
     def ordered_matrix(self, ref: Ref, piece: int) -> Array:
-        """Floats [n,k] of ref, the rows by `contracted` with a piece."""
+        """Read floats [n,k] of ref, the rows `contracted` by `piece`."""
         if self.interpret:
             return contracted(ref[...], piece)
         return renamed(ref, matrix_layout(ref.shape, piece))
@@ -114,9 +117,11 @@ class Ops:
         return plgpu.broadcasted_iota(i32, shape, axis, layout=WGMMA)
 
     def matmul(self, *products: tuple[list[Any], list[Ref]], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """For each (a, b) f32[n,r], the sum of a_i @ b_i.T; a [n,k] in registers or refs, b refs [r,k].
+        """Compute, for each (a, b), the sum of a_i @ b_i.T as f32[n,r].
 
-        meanwhile: what is done once the last products are on their way.
+        Args:
+            products: Pairs of operands: a [n,k] in registers or refs, b refs [r,k].
+            meanwhile: Called while the last products are running.
         """
         if self.interpret:
             meanwhile()
@@ -124,7 +129,7 @@ class Ops:
                 sum(x[...].astype(f32) @ y[...].astype(f32).T for x, y in zip(*two, strict=True)) for two in products
             ]
 
-        if len(products) > 2:  # a wait for every two: for more at once there are no registers
+        if len(products) > 2:  # wait after every two, because registers do not suffice for more
             *before, last = (products[i : i + 2] for i in range(0, len(products), 2))
             return [x for two in before for x in self.matmul(*two)] + self.matmul(*last, meanwhile=meanwhile)
 
@@ -140,14 +145,14 @@ class Ops:
         )
 
     def add(self, acc: Array, a: Array, b: Ref) -> Array:
-        """acc f32[n,r] + a @ b, in the registers of acc; a [n,k] in registers, b a ref [k,r]."""
+        """Return acc f32[n,r] + a @ b, computed in the registers of acc; a [n,k] in registers, b a ref [k,r]."""
         if self.interpret:
             return acc + a.astype(f32) @ b[...].astype(f32)
         product: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
         return product(plgpu.WGMMAAccumulatorRef.init(acc))
 
     def stack(self, parts: list[Array]) -> Array:
-        """[64 * k, r] of k matrices [64,r]: names registers, moves nothing."""
+        """Stack k matrices [64,r] to [64 * k, r]; only renames registers."""
         if self.interpret:
             return jnp.concatenate(parts)
         shape = (64 * len(parts), parts[0].shape[1])
@@ -160,7 +165,7 @@ class Ops:
         return name(*parts)
 
     def put_transposed(self, ref: Ref, x: Array) -> None:
-        """ref [r,n] <- x [n,r]."""
+        """Store x [n,r] transposed into ref [r,n]."""
         if self.interpret:
             ref[...] = x.T
         else:
@@ -169,10 +174,17 @@ class Ops:
     def key_codes(
         self, refs: list[Ref], bits: int, piece: int, span: int, shift: bool, table: list[Array]
     ) -> list[Array]:
-        """Fields f16[n,w] of bytes [n,w], `contracted`: channels by `piece`, slots by `span`, 0: as they lie.
+        """Unpack key bytes [n,w] into one f16[n,w] per field.
 
-        A code c of field j is c * 2**(b j) * unit, b the bits of it that lie together; with `shift` c * unit. bits 0:
-        floats of 8 bits. Third bits have a ref of their own, [n,w/2]. A table has words; then a code is its entry.
+        Code c of field j becomes c * 2**(b j) * unit, where b is `plane(bits)`; with `shift` it becomes c * unit.
+
+        Args:
+            refs: The bytes; with 3 bits also the third bits, [n,w/2].
+            bits: Bits per code; 0 for floats of 8 bits.
+            piece: Channels are `contracted` within this many; 0: stored order.
+            span: Slots are `contracted` within this many; 0: stored order.
+            shift: Whether to shift all fields to the same bits.
+            table: Words of the table whose entries the codes select; empty for plain codes.
         """
         if self.interpret:
             planes = [contracted(contracted(x, span), piece, 1) for x in plain_planes(refs, 1)]
@@ -180,9 +192,9 @@ class Ops:
         return self.registers(refs, key_bytes(refs[0].shape, piece, span), bits, shift, table)
 
     def value_codes(self, refs: list[Ref], bits: int, fold: int, span: int, table: list[Array]) -> list[Array]:
-        """Fields f16[w * fold, n / fold] of bytes [w,n], slots `contracted` with the piece `span`; as without `shift`.
+        """Unpack value bytes [w,n] into one f16[w * fold, n / fold] per field, as `key_codes` does without `shift`.
 
-        Folded, the parts of the tile lie below each other.
+        Slots are `contracted` by `span`. The parts of a folded tile are stacked as rows.
         """
         if self.interpret:
             planes = [contracted(x, span, 1) for x in plain_planes(refs, 0)]
@@ -201,28 +213,28 @@ class Ops:
 
 
 def load(ref: Ref, layout: Any) -> Array:
-    """Two rows may share banks, which a load that is to be free of it would refuse."""
+    """Load a ref in a layout, and allow bank conflicts between rows, which the default load rejects."""
     read: Any = plgpu.load
     index = () if jax.__version_info__ >= (0, 11) else ((),)
     return read(ref, *index, layout=layout, optimized=False)
 
 
 def stacked(registers: list[np.ndarray]) -> np.ndarray:
-    """A thread's registers of matrices below each other: 64 rows are one step of the first axis."""
+    """Stack a thread's registers of several matrices along the first axis, which advances by 64 rows."""
     return np.concatenate(registers)
 
 
 def inline(layouts: list[Any], result: Any) -> Any:
-    """A function on the registers of arrays in these layouts, which a thread runs."""
+    """Wrap a function on a thread's registers as a function on arrays in these layouts."""
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=result)
 
 
 def renamed(ref: Ref, layout: Any) -> Array:
-    """The matrix in WGMMA of which a thread has the registers that it loads by a layout."""
+    """Load a ref by a layout, and reinterpret each thread's registers as a matrix in the WGMMA layout."""
 
     @inline([layout], plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, WGMMA))
     def name(_: Any, x: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)  # by way of which jax does not take the two for one
+        word = ir.IntegerType.get_signless(32)  # a detour, so that jax does not merge the two layouts
         same = [mgpu.utils.bitcast(mgpu.utils.bitcast(y, word), y.type) for y in x.registers.flat]
         return in_layout(WGMMA, x.shape, same)
 
@@ -230,7 +242,7 @@ def renamed(ref: Ref, layout: Any) -> Array:
 
 
 def ordered_row(x: Array, layout: Any) -> Array:
-    """A row vector whose entries a thread has in pairs."""
+    """Convert pairs of entries per thread into a row vector."""
 
     @inline([layout], plgpu.ShapeDtypeStruct(x.shape, x.dtype, ROW))
     def name(_: Any, x: Any) -> Any:
@@ -251,7 +263,7 @@ def in_layout(layout: Any, shape: tuple[int, ...], registers: list[Any], signed:
 
 
 def unpacked(refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Array]) -> list[Array]:
-    """Fields f16 of bytes: codes as subnormal numbers, or entries of the table that has these words."""
+    """Unpack bytes into f16 fields: codes as subnormal numbers, or entries of a table."""
     shape, layouts = (64 * how.words.shape[0], 16 * how.words.shape[1]), [how.layout, how.thirds][: len(refs)]
     results = tuple(plgpu.ShapeDtypeStruct(shape, f16, WGMMA) for _ in range(8 // (plane(bits) or 8)))
 
@@ -268,7 +280,7 @@ def unpacked(refs: list[Ref], how: Bytes, bits: int, shift: bool, table: list[Ar
 
 
 class Words:
-    """What a thread does with its words of 32 bits, for `registers`."""
+    """A thread's operations on 32-bit words, for `registers`."""
 
     @staticmethod
     def constant(x: int) -> Any:
@@ -289,17 +301,17 @@ class Words:
 
     @staticmethod
     def chosen(x: Any, y: Any, which: Any) -> Any:
-        """The bytes of x and, from 4 on, of y that the nibbles of the lower half of a word number."""
+        """Permute bytes (PRMT): pick bytes of x (0 to 3) and y (4 to 7) by the nibbles of a word's lower half."""
         return mgpu.utils.prmt(x, y, which)
 
     @staticmethod
     def turned(x: Any, bit: int) -> Any:
-        """Moved right by a bit of the thread's number."""
+        """Shift x right by one bit of the thread number."""
         return arith.shrui(x, Words.masked(Words.moved(mgpu.utils.thread_idx(), bit), 1))
 
 
 def words_of(register: Any) -> list[Any]:
-    """The words of a register of bytes."""
+    """Split a register of bytes into 32-bit words."""
     word, count = ir.IntegerType.get_signless(32), ir.VectorType(register.type).shape[0] // 4
     if count == 1:
         return [mgpu.utils.bitcast(register, word)]
@@ -308,12 +320,12 @@ def words_of(register: Any) -> list[Any]:
 
 
 def plain_planes(refs: list[Ref], axis: int) -> list[Array]:
-    """Bytes, and third bits where bytes have them: bit 2 j of field j."""
+    """Return the planes of bytes; third bits of field j move to bit 2 j of the byte they belong to."""
     return [refs[0][...], *[jnp.concatenate([x[...], x[...] >> 1], axis) for x in refs[1:]]]
 
 
 def plain_fields(planes: list[Array], bits: int, shift: bool, unit: float) -> list[Array]:
-    """Fields of bytes, as numbers."""
+    """Unpack planes of bytes into fields of numbers, in plain jax."""
     x, *third = planes
     if not bits:
         wide = x.astype(jnp.uint16)

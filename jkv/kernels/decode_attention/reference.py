@@ -1,4 +1,4 @@
-"""The oracle: decode everything, one einsum."""
+"""Reference implementation: dequantize everything, one einsum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jkv.protocols import KernelCodes
 
 
 def dense(x: KernelCodes, dtype: Any = jnp.float32) -> Array:
-    """f[B,H,C,D]: codes times steps plus lows, or those of the kept channels, computed in `dtype`."""
+    """Dequantize to f[B,H,C,D] in `dtype`: codes times steps plus lows, or the kept channels with zeros elsewhere."""
     if x.kept is not None:
         return jax.vmap(jax.vmap(spread))(x.codes.astype(dtype), x.kept)
     if x.step is None:
@@ -31,7 +31,7 @@ def dense(x: KernelCodes, dtype: Any = jnp.float32) -> Array:
 
 
 def attention(q: Array, k: KernelCodes, v: KernelCodes, pos: Array, first: Array, last: Array, scale: float) -> Partial:
-    """See the package; in q's dtype, float64 where jax allows it."""
+    """Compute attention, as the package describes, in q's dtype (float64 if jax enables it)."""
     see = (
         (pos[:, :, None] >= 0)
         & (pos[:, :, None] >= first[:, None, :, None])

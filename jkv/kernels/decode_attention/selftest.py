@@ -1,8 +1,9 @@
-"""Does a kernel compute what it should, here? `python -m jkv.kernels.decode_attention.selftest` on the accelerator.
+"""Self-test of the kernel on this accelerator: `python -m jkv.kernels.decode_attention.selftest`.
 
-Every form of codes, at the lengths where kernels break, with NaN in all dead slots, against float64 in numpy; then
-every form at 131,072 slots, where rings of tiles wrap and programs come in several waves. The bound is what rounding
-explains: six standard deviations of independent errors in the products' operands. A second run must give the same bits.
+It runs every format of codes at edge-case lengths, with NaN in all dead slots, and compares with float64 numpy; then
+every format at 131,072 slots, where tile buffers wrap around and programs run in several waves. The bound is the
+expected rounding error: six standard deviations of independent errors in the products' operands. A second run must give
+the same bits.
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ import numpy as np
 from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
-SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # steps and lows
-ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # products of the last are float16
+SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # dtype of steps and lows
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # e4m3 is multiplied as float16
 LONG = 2**17  # slots
-EXACT = 2.0**-18  # operands that need no rounding: what accumulation in float32 leaves, which tensor cores truncate
+EXACT = 2.0**-18  # operands without rounding: error of float32 accumulation, which tensor cores truncate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """bits 0: floats; groups of channels that share a step; grain: slots that do; size: log2 of codes' spans, about.
+    """The format of keys or values in a test case.
 
-    kept: channels that a slot has floats of, others are 0; 0: all. table: codes are entries of one; power: steps are
-    exponents.
+    Attributes:
+        bits: Bits per code; 0 for floats.
+        groups: Groups of channels that share a step.
+        grain: Slots that share a step.
+        floats: dtype of floats.
+        size: Smallest and largest log2 (approximate) of the range that the codes span.
+        kept: Channels that a slot stores as floats, others being 0; 0 for all.
+        table: Whether codes index a table.
+        power: Whether steps are exponents.
     """
 
     bits: int
@@ -60,14 +68,14 @@ class Case:
     k: Side
     v: Side
     dim: int = 128
-    group: int = 4  # query heads of a kv head
+    group: int = 4  # query heads per kv head
     new: int = 1  # query tokens
     slots: int = 1024
-    lengths: tuple[int, ...] = (1024, 700)  # one for each head: slots up to there are live, but for holes
-    rows: int = 1  # of the batch: each has the lengths of the one before, turned by one head
+    lengths: tuple[int, ...] = (1024, 700)  # per head: slots below this are live, except for holes
+    rows: int = 1  # batch size; each row rotates the previous row's lengths by one head
     shared: bool = False  # one `pos` for all heads
-    window: int = 0  # positions that a query sees; 0: all up to its own
-    page: int = 0  # slots of a page, of which each head picks some; 0: all are read
+    window: int = 0  # sliding window in positions; 0: all up to the query's own
+    page: int = 0  # slots per page, of which each head picks some; 0: no pages
 
     def __str__(self) -> str:
         some = f"D={self.dim} G={self.group} T={self.new} C={self.slots} lengths={','.join(map(str, self.lengths))}"
@@ -89,7 +97,7 @@ def forms() -> list[tuple[Side, Side]]:
 
 
 def others() -> list[tuple[Side, Side]]:
-    """Codes of 3 bits, entries of a table, and integers whose steps are exponents."""
+    """Return the formats with 3 bits, with a table, and with exponents as steps."""
     threes = [Side(bits=3), Side(bits=3, groups=4), Side(bits=3, table=True), Side(bits=3, groups=4, power=True)]
     tables = [Side(bits=bits, table=True) for bits in (1, 2, 4)]
     powers = [Side(bits=bits, groups=groups, power=True) for bits, groups in ((2, 2), (4, 1), (4, 4), (8, 4))]
@@ -99,14 +107,14 @@ def others() -> list[tuple[Side, Side]]:
 
 
 def long(slots: int = LONG) -> Iterator[Case]:
-    """Every form in two rows of many slots, and pages of one."""
+    """Yield cases of every format with two rows of many slots, and of paging for one format."""
     for k, v in forms():
         yield Case(k=k, v=v, slots=slots, lengths=(slots, slots * 2 // 3), rows=2)
     yield Case(k=Side(bits=4), v=Side(bits=4), slots=slots, lengths=(slots, slots // 2), page=128, rows=2)
 
 
 def cases(slots: int = 1024) -> Iterator[Case]:
-    """Every form; then every edge on one form."""
+    """Yield cases of every format, then all edge cases on one format."""
     ragged = (slots, slots * 2 // 3)
     for dim in (64, 128):
         for k, v in forms():
@@ -124,7 +132,7 @@ def cases(slots: int = 1024) -> Iterator[Case]:
     yield replace(base, lengths=ragged, rows=2)
     yield replace(base, lengths=(slots // 2,), shared=True, rows=2, new=2, window=200)
     yield replace(base, k=Side(bits=0), v=Side(bits=0), lengths=(0, 129))
-    for size in ((15, 15), (-20, -20), (-20, 15)):  # what float16 would not hold
+    for size in ((15, 15), (-20, -20), (-20, 15)):  # beyond the range of float16
         yield replace(base, k=Side(bits=2, grain=32, size=size), v=Side(bits=2, groups=2, size=size), lengths=ragged)
     yield replace(base, k=Side(bits=8, size=(-20, 15)), v=Side(bits=8, size=(-20, 23)), lengths=ragged)
     for dim, counts in ((64, (20, 32)), (128, (39, 64))):
@@ -134,7 +142,7 @@ def cases(slots: int = 1024) -> Iterator[Case]:
 
 
 def paged(base: Case) -> Iterator[Case]:
-    """Pages smaller than a tile, as large, and larger."""
+    """Yield variants of a case with pages smaller than a tile, of its size, and larger."""
     slots, floats, some = base.slots, Side(bits=0), Side(bits=0, kept=39)
     yield replace(base, page=16, lengths=(0, slots, slots * 2 // 3, 1, 129))
     yield replace(base, page=slots // 2, dim=64, new=2, window=slots // 2, lengths=(slots, slots // 2))
@@ -145,7 +153,7 @@ def paged(base: Case) -> Iterator[Case]:
 
 
 def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes:
-    """Random codes of numpy [B,H,C,...], dead bool[B,H,C] slots poisoned."""
+    """Return random codes [B,H,C,...] in numpy; slots that are dead bool[B,H,C] are filled with garbage or NaN."""
     b, h, c = dead.shape
     if not side.bits:
         normal = rng.normal(size=(b, h, c, side.kept or dim))
@@ -174,18 +182,18 @@ def codes(rng: Any, side: Side, dead: Any, dim: int, scales: Any) -> KernelCodes
 
 
 def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
-    """The arguments of a kernel, in numpy."""
+    """Return the kernel's arguments for a case, in numpy."""
     rng = np.random.default_rng(seed)
     b, h, c = case.rows, len(case.lengths), case.slots
     grain = max(case.k.grain, case.v.grain)
     lengths = np.stack([np.roll(case.lengths, i) for i in range(b)])
     live = np.arange(c) < lengths[..., None]
     hole = rng.random((b, h, c // grain)) < 0.1
-    hole[..., -1] = False  # the last slot stays, so that a length is what it says
+    hole[..., -1] = False  # the last slot stays live, so that lengths are exact
     for at, length in np.ndenumerate(lengths):
         hole[(*at, max(0, length - 1) // grain)] = False
     live &= ~np.repeat(hole, grain, 2)
-    place = np.stack([rng.permutation(c) for _ in range(b * h)]).reshape(b, h, c)  # slots have no order
+    place = np.stack([rng.permutation(c) for _ in range(b * h)]).reshape(b, h, c)  # shuffle positions among slots
     pos = np.where(live, place, -1).astype(np.int32)
     heads = 2 if case.shared else h
     pages = picks(rng, case, heads) if case.page else {}
@@ -193,7 +201,7 @@ def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
     dead = np.broadcast_to(dead, (b, heads, c))
     t = case.new
     last = np.sort(rng.integers(c // 2, c, (b, t)), 1).astype(np.int32)
-    first = last - case.window + 1 if case.window else np.full_like(last, -3)  # the dead have -1
+    first = last - case.window + 1 if case.window else np.full_like(last, -3)  # dead slots are at -1
     scales = SCALES[kernel]
     return dict(
         q=rng.normal(size=(b, heads, case.group, t, case.dim)).astype(ml_dtypes.bfloat16),
@@ -202,13 +210,13 @@ def problem(case: Case, kernel: str, seed: int = 0) -> dict[str, Any]:
         pos=pos,
         first=first,
         last=last,
-        scale=case.dim**-0.5 * 2.0 ** -max(0, case.k.size[1]),  # large logits would hide all values but one
+        scale=case.dim**-0.5 * 2.0 ** -max(0, case.k.size[1]),  # with large logits a single value would dominate
         **pages,
     )
 
 
 def picks(rng: Any, case: Case, heads: int) -> dict[str, Any]:
-    """Half of all pages for each head, in no order, and as many that are none."""
+    """Return `pages` and `unit`: half of all pages per head in random order, and as many entries of -1."""
     count = case.slots // case.page
     pages = np.stack([rng.permutation(count) for _ in range(case.rows * heads)]).reshape(case.rows, heads, count)
     pages = np.where(np.arange(count) < count // 2, pages, -1).astype(np.int32)
@@ -216,14 +224,14 @@ def picks(rng: Any, case: Case, heads: int) -> dict[str, Any]:
 
 
 def unread(pos: np.ndarray, pages: np.ndarray | None = None, unit: int = 1) -> np.ndarray:
-    """bool[1,H,C]: dead slots, and those of pages that were not picked."""
+    """Return bool[1,H,C], the slots that must not be read: dead ones, and those of pages that were not picked."""
     if pages is None:
         return pos < 0
     return (pos < 0) | ~(np.arange(pos.shape[2])[:, None] // unit == pages[:, :, None]).any(-1)
 
 
 def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """float64[B,H,C,D] of codes, and of their part above `low`: what the products round."""
+    """Dequantize to float64[B,H,C,D]; also return the part above `low`, which the products round."""
     if x.step is None:
         floats = x.codes.astype(np.float64)
         if x.kept is not None:
@@ -246,7 +254,7 @@ def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
-    """i64[...,D]: field after field of bytes; of 3 bits the lower two first, and beside them the third."""
+    """Unpack bytes into codes i64[...,D], field by field; with 3 bits, the lower two and then the third."""
     if bits == 3:
         low, high = np.split(codes, [codes.shape[-1] // 3 * 2], -1)
         return unpacked(low, 2) + 4 * unpacked(high, 1)
@@ -255,9 +263,15 @@ def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -> dict[str, np.ndarray]:
-    """Output [B,H,G,T,D], log-sum-exp and seen [B,H,G,T], and how far rounding takes a kernel from the first two.
+    """Compute the expected result in float64, and error bounds for a kernel.
 
-    size: of the values.
+    Args:
+        p: The kernel's arguments.
+        rounding: Relative rounding error of the operands of K @ q and of V @ p.
+        size: Scale of the values.
+
+    Returns:
+        The output [B,H,G,T,D], the log-sum-exp and visibility [B,H,G,T], and the bounds of the first two.
     """
     q, scale, dim = p["q"].astype(np.float64), p["scale"], p["q"].shape[-1]
     dead = unread(p["pos"], *(p[name] for name in ("pages", "unit") if name in p))
@@ -289,37 +303,37 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
 
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
-    """Of the operands of K @ q and of V @ p."""
+    """Return the relative rounding error of the operands of K @ q and of V @ p."""
     if kernel == "xla":  # the reference, in float32
         return EXACT, EXACT
-    if kernel == "tpu":  # two bytes an operand beside codes, bfloat16 beside floats
+    if kernel == "tpu":  # operands of two int8 rows with codes, bfloat16 with floats
         keys, values = (ROUNDING["float16" if x.bits else "bfloat16"] for x in (case.k, case.v))
         return keys, values
-    keys = ROUNDING["float16"] if case.k.grain > 1 else EXACT  # a bfloat16 q is exact; its product with a step is not
+    keys = ROUNDING["float16"] if case.k.grain > 1 else EXACT  # a bfloat16 q is exact; q times a step is rounded
     return keys, ROUNDING["float16" if case.v.bits else case.v.floats]
 
 
 def verdict(case: Case, p: dict[str, Any], part: Any, kernel: str) -> tuple[bool, str]:
-    """Is the Partial right, and the worst error beside its bound."""
+    """Check the Partial of a case. Returns whether it is right, and the worst error with its bound."""
     return judged(truth(p, rounding(case, kernel), 2.0 ** case.v.size[1]), part)
 
 
 def judged(t: dict[str, np.ndarray], part: Any) -> tuple[bool, str]:
-    """The same, by a truth."""
+    """Check a Partial against a result of `truth`. Returns whether it is right, and the worst error with its bound."""
     acc, m, l = (np.asarray(x, np.float64) for x in (part.acc, part.m, part.l))  # noqa: E741
     seen = t["seen"]
     silent = bool(((m == -np.inf) == ~seen).all() and (l[~seen] == 0).all() and (acc[~seen] == 0).all())
     some = np.where(seen, l, 1)
     out = np.abs(acc / some[..., None] - t["out"])
     lse = np.where(seen, np.abs(np.where(seen, m, 0) + np.log(some) - t["lse"]), 0)
-    ratio = max((out / t["out_bound"]).max(), (lse / t["lse_bound"]).max())  # a NaN is kept by max of numpy
+    ratio = max((out / t["out_bound"]).max(), (lse / t["lse_bound"]).max())  # numpy's max propagates NaN
     good = silent and bool((out <= t["out_bound"]).all()) and bool((lse <= t["lse_bound"]).all())
     text = f"out {out.max():.1e} lse {lse.max():.1e}, {ratio:.2f} of the bound"
     return good, text + ("" if silent else "; a query that sees nothing is not m = -inf, l = 0, acc = 0")
 
 
 def twice(run: Callable[[], Any]) -> tuple[Any, str]:
-    """What a run gives, and what is wrong if a second one gives other bits, or ""."""
+    """Run twice. Returns the first result, and an error message if the second one has other bits ("" if not)."""
     out = run()
     one, two = ([np.asarray(x).tobytes() for x in jax.tree.leaves(found)] for found in (out, run()))
     return out, "" if one == two else "; a second run gives other bits"
@@ -328,7 +342,15 @@ def twice(run: Callable[[], Any]) -> tuple[Any, str]:
 def run(
     case: Case, kernel: str, attention: Any, seed: int = 0, options: Any = None, again: bool = False
 ) -> tuple[bool, str]:
-    """Of a random problem; options: the compiler's; again: a second run must give the same bits."""
+    """Check a kernel on a random problem.
+
+    Args:
+        options: Compiler options.
+        again: Whether a second run must give the same bits.
+
+    Returns:
+        Whether the result is right, and the worst error with its bound.
+    """
     p = problem(case, kernel, seed)
     static = {name: p[name] for name in ("scale", "unit") if name in p}
     arrays = jax.tree.map(jnp.asarray, {name: x for name, x in p.items() if name not in static})
@@ -343,7 +365,7 @@ def module_of(case: Case, kernel: str) -> Any:
 
 
 def verdicts(kernel: str, every: Iterable[Case], seed: int = 0, plain: bool = False) -> Iterator[tuple[str, str]]:
-    """Of each case "ok", "WRONG" or "refused", and a line about it; kernel "xla": of the reference in float32."""
+    """Yield ("ok", "WRONG" or "refused", description) for each case; kernel "xla" checks the reference in float32."""
     for case in every:
         if kernel == "xla":
             oracle = module_of(case, "reference").attention
@@ -361,7 +383,7 @@ def judgement(good: bool, why: str | None) -> str:
 
 
 def print_verdicts(kernel: str, found: Iterable[tuple[str, str]]) -> int:
-    """Print verdicts as they come; the exit code."""
+    """Print verdicts as they arrive, and return the exit code."""
     print(f"{kernel} kernel on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     count = Counter[str]()
     for word, text in found:

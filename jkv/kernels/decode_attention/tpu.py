@@ -1,13 +1,13 @@
-"""Pallas for TPU: tokens on lanes, codes unpacked in registers, several heads in one softmax.
+"""TPU kernel (Pallas): tokens on lanes, codes unpacked in registers, several heads in one softmax.
 
-The matrix unit takes codes as int8 weights; queries and probabilities go against them as two int8 rows each, high and
-low, which costs nothing (rows are free, weights are not) and keeps 15 bits of them. Entries of a table are bfloat16
-weights, against two rows of bfloat16. Steps and lows are multiplied into logits and probabilities, never into codes.
-Keys with a step per channel scale the queries instead, once a group.
+Codes enter the matrix unit as int8 weights. Queries and probabilities are split into two int8 rows each, high and low,
+which keeps 15 bits and costs nothing, because extra rows are free and extra weights are not. Table entries are bfloat16
+weights, multiplied by two rows of bfloat16. Steps and lows are multiplied into logits and probabilities, never into
+codes. For keys with per-channel steps the queries are scaled instead, once per group of tokens.
 
-The arrays are handed over with tokens last. XLA then stores a tier that way, so nothing is moved for it in a loop. They
-stay in the large memory, from where the kernel fetches a step while it computes the one before, be it of another block
-of heads. Where a device has two cores each takes half of the blocks, or of an odd number of blocks half of the slots.
+Arrays are passed with tokens last. XLA then stores a tier in this layout, so that a loop moves nothing. They stay in
+HBM; the kernel fetches the next step while it computes the current one, across blocks of heads too. On devices with two
+cores, each core takes half of the blocks or, if the number of blocks is odd, half of the slots.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from jkv.kernels.decode_attention.tpu_operands import FLOAT8, LANES, Side, key_s
 from jkv.kernels.decode_attention.tpu_pipeline import Moving, Walk, device_cores, shares
 from jkv.protocols import KernelCodes
 
-FLOOR = -5e29  # the running maximum before any key: half of what a masked logit is, so that exp() of it is 0
+FLOOR = -5e29  # running maximum before any key: half of a masked logit, so that exp() of a masked one is 0
 MASKED = -1e30
-WORK = 16384  # tokens x heads x groups of 8 queries of one step: enough to bury its fixed cost
-TOGETHER = 1024  # slots of a step where each head has its own tiles
-LOGITS = 2**16  # of a head and step, of eight heads in VMEM
-BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's own limit is 16 MiB on v5e
+WORK = 16384  # tokens x heads x groups of 8 queries per step: enough to hide its fixed cost
+TOGETHER = 1024  # slots per step if every head lists its own tiles
+LOGITS = 2**16  # logits per head and step; eight heads must fit in VMEM
+BLOCKS = 8 * 2**20  # bytes of two steps' operands in VMEM; the compiler's limit is 16 MiB on v5e
 LOG2E = 1.4426950408889634
 
 
 def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int) -> str | None:
-    """Why these codes have no kernel, or None."""
+    """Explain why the kernel does not support these codes; None if it does. dim: head dimension; queries: G * T."""
     if queries > LANES:
         return f"{queries} queries a kv head; {LANES} at most"
     for name, x in (("keys", k), ("values", v)):
@@ -81,15 +81,22 @@ def attention(
     cores: int | None = None,
     interpret: Any = False,
 ) -> Partial:
-    """See the package; cores: of a device, None: as many as it has. Raises ValueError for codes that `supports`
-    names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        cores: Cores of the device; None to detect them.
+        interpret: Whether to run in the Pallas interpreter, or its parameters.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     b, h, g, t, d = q.shape
     if (why := supports(k, v, d, g * t)) is not None:
         raise ValueError(f"the TPU kernel of decode_attention does not take {why}")
     n = -(-g * t // 8) * 8
     pad = ((0, 0), (0, n - g * t), (0, 0))
     rows = jnp.pad((q.astype(jnp.float32) * (scale * LOG2E)).reshape(b * h, g * t, d), pad)
-    bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on: the dead are at -1
+    bounds = jnp.tile(jnp.stack([jnp.maximum(first, 0), last], 2), (1, g, 1))  # from 0 on, because dead slots are at -1
     flat_k, flat_v = jax.tree.map(lambda x: x.reshape(b * h, *x.shape[2:]), (k, v))
     keys, values = key_side(rows, flat_k), value_side(flat_v, d)
     bounds = jnp.pad(bounds, pad)
@@ -100,7 +107,7 @@ def attention(
         keys, values = (x.padded(more) for x in (keys, values))
         pos = jnp.pad(pos, ((0, 0), (0, 0), (0, more)), constant_values=-1)
         walk = _all(pos, ends, h, keys.of_slot + values.of_slot, n, cores, least)
-    else:  # every head is a row of its own
+    else:  # treat every head as a row of its own
         pos, bounds = jnp.broadcast_to(pos, (b, h, pos.shape[2])).reshape(b * h, -1), jnp.repeat(bounds, h, 0)
         size = pos.shape[1] // tiles.shape[2]
         keys, values = (x.padded(-k.codes.shape[2] % size) for x in (keys, values))
@@ -116,7 +123,7 @@ def attention(
 
 
 def together(rows: int, heads: int) -> tuple[int, int]:
-    """Rows, and heads of each, of a block: eight heads if they can be had.
+    """Return the rows of a block and the heads per row: up to eight heads in total.
 
     >>> [together(*x) for x in ((1, 8), (8, 2), (4, 3), (2, 16), (1, 12))]
     [(1, 8), (4, 2), (2, 3), (1, 8), (1, 6)]
@@ -126,7 +133,7 @@ def together(rows: int, heads: int) -> tuple[int, int]:
 
 
 def _all(pos: Array, ends: Array, heads: int, of_slot: int, n: int, cores: int, least: int = LANES) -> Walk:
-    """Every slot of pos i32[B,Hs,C] up to the last of ends i32[B,Hs,1] of a block, `least` of them together."""
+    """Plan a walk over the slots of pos i32[B,Hs,C], up to a block's largest end (ends i32[B,Hs,1])."""
     rows, own = together(pos.shape[0], heads)
     ends = jnp.broadcast_to(ends, (pos.shape[0], heads, 1)).reshape(-1, rows * own).max(1)
     slots = -(-pos.shape[2] // shares(ends.shape[0], cores))
@@ -134,8 +141,10 @@ def _all(pos: Array, ends: Array, heads: int, of_slot: int, n: int, cores: int, 
 
 
 def _some(pos: Array, ends: Array, tiles: Array, cores: int) -> tuple[Walk, Array]:
-    """The tiles i32[N,U] of each head, whose slots end at i32[N], several together, and their positions i32[N,1,C],
-    filled up to whole steps."""
+    """Plan a walk over the listed tiles i32[N,U] of each head, several per step; their slots end at ends i32[N].
+
+    Also returns the positions i32[N,1,C] of these slots, padded to whole steps.
+    """
     u = tiles.shape[1]
     tile = pos.shape[1] // u
     parts = max(1, min(TOGETHER // tile, u))
@@ -146,9 +155,11 @@ def _some(pos: Array, ends: Array, tiles: Array, cores: int) -> tuple[Walk, Arra
 
 
 def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int, interpret: Any) -> list[Array]:
-    """acc f32[S,B*H,n,D], m, l f32[S,B*H,n,1] of S shares of the slots, for bounds i32[B,n,2] and pos i32[B,Hs,C].
+    """Run the kernel. Returns acc f32[S,B*H,n,D] and m, l f32[S,B*H,n,1] for S shares of the slots.
 
-    Positions stay as they are stored, one line for all heads of a row or one for each: a block reads its own.
+    Args:
+        bounds: First and last visible position of each query row, i32[B,n,2].
+        pos: Positions i32[B,Hs,C] as stored, one line per row or one per head; a block reads its own lines.
     """
     (b, n, _), (_, hs, c) = bounds.shape, pos.shape
     heads, of_row = walk.rows * walk.heads, walk.blocks * walk.rows // b
@@ -188,7 +199,7 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
             ],
         ),
         out_shape=out,
-        # Checks of what is fetched take more cycles than the fetching; it lies in the arrays whatever pages are asked.
+        # Bounds checks would take more cycles than the copies, and the copies stay inside the arrays for any pages.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(flops=4 * all_ * n * c * d, transcendentals=all_ * n * c, bytes_accessed=read),
         interpret=interpret,
@@ -198,8 +209,14 @@ def _run(walk: Walk, keys: Side, values: Side, bounds: Array, pos: Array, d: int
 
 
 def tile_size(of_slot: int, groups: int, slots: int, least: int = LANES) -> int:
-    """Slots of a step, in whole `least`, for `groups` of 8 queries, of `of_slot` bytes each; logits take room as codes
-    do."""
+    """Return the slots per step, a multiple of `least`, limited by the memory for codes and for logits.
+
+    Args:
+        of_slot: Bytes per slot.
+        groups: Groups of 8 queries, over all heads of a block.
+        slots: Slots of the tier.
+        least: Slots that are read together.
+    """
     most = min(WORK, BLOCKS // (2 * of_slot)) // (groups * least)
     return min(max(most, 1), -(-slots // least)) * least
 
@@ -215,7 +232,7 @@ def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: i
     piece, stop = core * walk.pieces + j, (core + 1) * walk.pieces
 
     def copies(piece: Any, i: Any, at: Any) -> Iterator[Any]:
-        """What step i of a piece takes into the buffers `at`."""
+        """Yield the copies of step i of a piece into buffers `at`."""
         block, start = walk.block(piece), walk.start(i, slots)
         for x, source, buffer in zip(moving, sources, buffers, strict=True):
             starts = walk.places(block, i, tables[1]) if x.listed else [start]
@@ -228,20 +245,23 @@ def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: i
                 x.start()
 
     def first(piece: Any) -> tuple[Any, Any]:
-        """The next piece that has steps, and its first."""
+        """Return the next piece with steps, and its first step."""
         piece = walk.next_piece(piece, stop, ends)
         return piece, walk.span(jnp.minimum(piece, stop - 1), ends)[0]
 
+    # A core's first piece has no predecessor that prefetches its first step.
     @pl.when(j == 0)
     def _() -> None:
         turn[0] = 0
         fetch(*first(piece), 0)
 
+    # Initialize acc, m and l of this piece.
     for x, value in zip(out, (0, FLOOR, 0), strict=True):
         x[...] = jnp.full(x.shape, value, jnp.float32)
     (begin, end), after = walk.span(piece, ends), first(piece + 1)
 
     def step(i: Array, at: Array) -> Array:
+        # Prefetch the next step, of this piece or the next one, then wait for this step's copies.
         more = i + 1 < end
         fetch(jnp.where(more, piece, after[0]), jnp.where(more, i + 1, after[1]), 1 - at)
         for x in copies(piece, i, at):
@@ -257,7 +277,10 @@ def _kernel(keys: Side, values: Side, walk: Walk, moving: list[Moving], slots: i
 
 
 def _attend(walk: Walk, sides: tuple[Any, Any], bounds: Any, pos: Any, seen: Any, out: list[Any]) -> None:
-    """One step, whose first `seen` slots another has had; None: none in any."""
+    """Attend to the slots of one step.
+
+    Its first `seen` slots belong to the previous step too and are masked; None if steps never overlap.
+    """
     (logits_of, mixed_of), (acc, m, l) = sides, out  # noqa: E741
     heads, tile, n = walk.rows * walk.heads, walk.tile, acc.shape[1]
     live, alive = [], []

@@ -1,4 +1,4 @@
-"""Keys and values of every form as the TPU kernel reads them: arrays, and what is done with one head's blocks."""
+"""Operands of the TPU kernel for every format of keys and values: arrays, and the products of one head's blocks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from jkv.kernels import STEPS
 from jkv.protocols import KernelCodes
 
 LANES = 128
-ROWS = 8  # of a register
+ROWS = 8  # sublanes of a register
 FLOAT8 = jnp.float8_e4m3fn
-HALF = 128  # of a byte: the matrix unit takes signed codes
+HALF = 128  # offset of a byte, because the matrix unit takes signed codes
 
 Arrays = tuple[Array, ...]
 Tokens = tuple[tuple[int, int] | None, ...]
-Numbers = tuple[Array, Array, Array | None]  # int8 or bfloat16 [D,n], f32 steps, and lows unless these are 0
+Numbers = tuple[Array, Array, Array | None]  # int8 or bfloat16 [D,n], f32 steps, f32 lows (None: 0)
 
 
 @dataclass(frozen=True)
 class Side:
-    """Keys or values: arrays [heads,x,y] of all rows' heads in one line, and what is done with one head's blocks.
+    """Keys or values: their arrays, and the function that computes with one head's blocks.
 
-    tokens: the axis of each array that runs over tokens, and how many share an entry. work(*blocks) -> logits f32[N,n]
-    for keys; work(p, alive, *blocks) -> f32[N,D] for values, with alive i32[1,n] of -1 or 0: what nobody sees may be
-    NaN, and would spoil a product.
+    Attributes:
+        arrays: Arrays [heads,x,y]; heads of all rows are on one axis.
+        tokens: For each array, its token axis and how many tokens share an entry; None if it has no token axis.
+        work: For keys, work(*blocks) -> logits f32[N,n]. For values, work(p, alive, *blocks) -> f32[N,D]; alive
+            i32[1,n] is -1 or 0 and masks dead tokens, because these may be NaN.
     """
 
     arrays: Arrays
@@ -40,33 +42,33 @@ class Side:
 
     @property
     def of_slot(self) -> int:
-        """Bytes."""
+        """Bytes per slot."""
         sizes = zip(self.arrays, self.tokens, strict=True)
         return sum(x.size * x.dtype.itemsize // (x.shape[0] * x.shape[t[0]] * t[1]) for x, t in sizes if t)
 
     @property
     def still(self) -> list[Array]:
-        """What has no tokens."""
+        """Arrays without a token axis."""
         return [x for x, tokens in zip(self.arrays, self.tokens, strict=True) if tokens is None]
 
     @property
     def moving(self) -> list[tuple[Array, tuple[int, int]]]:
-        """What has, and how."""
+        """Arrays with a token axis, and their entries of `tokens`."""
         return [(x, tokens) for x, tokens in zip(self.arrays, self.tokens, strict=True) if tokens is not None]
 
     def padded(self, more: int) -> Side:
-        """With so many tokens more, whatever they are; tiers that jkv makes need none."""
+        """Pad with `more` tokens of any content; tiers that jkv creates need no padding."""
         return self if not more else replace(self, arrays=tuple(map(partial(_longer, more), self.arrays, self.tokens)))
 
     def run(self, still: Iterator[Any], moving: Iterator[Any]) -> Callable[..., Array]:
-        """`work` on head j of a step, with the blocks of both kinds; bfloat16 comes as its bits."""
+        """Bind `work` to the blocks of both kinds, for calls with head j; bfloat16 blocks arrive as uint16 bits."""
         own = [next(moving if tokens else still) for tokens in self.tokens]
         own = [x.bitcast(jnp.bfloat16) if x.dtype == jnp.uint16 else x for x in own]
         return lambda j, *args: self.work(*args, *(x[j] for x in own))
 
 
 def least_tile(k: KernelCodes) -> int:
-    """Slots that are read together: a line of lanes, and of steps that tokens share STEPS."""
+    """Return the slots that are read together: a line of lanes, and at least STEPS shared steps."""
     span = 1 if k.step is None else k.codes.shape[2] // k.step.shape[2]
     return LANES if span == 1 else max(LANES, STEPS * span)
 
@@ -80,27 +82,27 @@ def _longer(more: int, x: Array, tokens: tuple[int, int] | None) -> Array:
 
 
 def _lanes(x: Array) -> Array:
-    """[heads,n,m] with tokens last."""
+    """Move the tokens of [heads,n,m] to the last axis."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def _bits(x: Array) -> Array:
-    """bfloat16 steps as they are stored: XLA makes nothing of the two conversions, but would make an array of one."""
+    """View bfloat16 steps as uint16 bits, because XLA elides a pair of bitcasts but materializes a conversion."""
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _bytes(x: Array) -> Array:
-    """Floats of 8 bits likewise; longer ones are stored as such."""
+    """View floats of 8 bits as uint8; pass longer floats through."""
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == FLOAT8 else x
 
 
 def _floats(x: Array) -> Array:
-    """Of floats or bytes, those that the matrix unit takes."""
+    """Convert uint8-viewed floats of 8 bits to bfloat16 for the matrix unit; pass other floats through."""
     return pltpu.bitcast(x, FLOAT8).astype(jnp.bfloat16) if x.dtype == jnp.uint8 else x
 
 
 def _coded(x: KernelCodes) -> tuple[Arrays, Tokens, Callable[..., Numbers]]:
-    """Codes with steps as a Side has them, and what makes numbers of their blocks."""
+    """Return the `Side` arrays and token axes of codes with steps, and the function that unpacks their blocks."""
     assert x.step is not None
     span = x.codes.shape[1] // x.step.shape[1]
     along, turned = ((1, span), _bits) if span > 1 else ((2, 1), lambda y: _lanes(_bits(y)))
@@ -122,17 +124,19 @@ def _affine(bits: int, codes: Array, step: Array, low: Array) -> Numbers:
 
 
 def _powers(bits: int, codes: Array, step: Array) -> Numbers:
-    """Of steps that are exponents. That of 0 is 0, since a product with it would be none that float32 has; that of 255,
-    which the dead have, is infinite."""
+    """Unpack codes with exponents as steps.
+
+    Exponent 0 gives a step of 0, because products with 2**-127 would be subnormal; 255, of dead slots, gives infinity.
+    """
     power = lax.bitcast_convert_type(step.astype(jnp.int32) << 23, jnp.float32)
     return _signed(codes, bits), power * 2.0 ** (bits - 8), None
 
 
 def _entries(bits: int, codes: Array, step: Array, table: Array) -> Numbers:
-    """Of a table f32[8,1] or [16,1]: a register holds eight entries, one a row, from which each code takes its own.
+    """Look up codes in a table f32[8,1] or [16,1]; a register holds eight entries, one per row, and is gathered from.
 
-    By v5e's schedule, choosing by the bits of codes takes twice as long for 2 bits and three times for 4, and gathers
-    from lanes, which hold pairs of entries, three times for all.
+    According to v5e's schedule, selecting by the bits of codes takes twice as long for 2 bits and three times for 4
+    bits, and gathering from lanes that hold pairs of entries takes three times as long in all cases.
     """
     rows = pltpu.bitcast(_fields(codes, bits), jnp.int8).astype(jnp.int32)
     eights = [jnp.broadcast_to(table[i : i + ROWS], (ROWS, rows.shape[1])) for i in range(0, table.shape[0], ROWS)]
@@ -145,7 +149,7 @@ def _entries(bits: int, codes: Array, step: Array, table: Array) -> Numbers:
 
 
 def _fields(x: Array, bits: int) -> Array:
-    """uint32[D/4,n], four codes of a token in each, of packed uint8[D*bits/8,n]."""
+    """Unpack uint8[D*bits/8,n] into uint32[D/4,n], four codes of a token per word."""
     words = pltpu.bitcast(x, jnp.uint32)
     if bits == 3:
         words, bits = _nibbles(words), 4
@@ -154,22 +158,24 @@ def _fields(x: Array, bits: int) -> Array:
 
 
 def _nibbles(words: Array) -> Array:
-    """Codes of 3 bits packed as those of 4 are. A byte's even fields of two bits and odd ones take their third bits
-    from between the others, all at once."""
+    """Repack codes of 3 bits as codes of 4 bits.
+
+    The even and the odd two-bit fields of a byte are each spread to nibbles, and get their third bits all at once.
+    """
     two, one = jnp.uint32(0x33333333), jnp.uint32(0x44444444)
     low, third = words[: words.shape[0] // 3 * 2], words[words.shape[0] // 3 * 2 :]
-    third = jnp.concatenate([third, third >> jnp.uint32(1)], 0)  # the bit of field j at 2 * j
+    third = jnp.concatenate([third, third >> jnp.uint32(1)], 0)  # the third bit of field j is at 2 * j
     even, odd = (low & two) | ((third << jnp.uint32(2)) & one), ((low >> jnp.uint32(2)) & two) | (third & one)
     return jnp.concatenate([even, odd], 0)
 
 
 def _signed(x: Array, bits: int) -> Array:
-    """int8[D,n] of packed codes less 2**(bits - 1), in the uppermost bits of a byte."""
+    """Unpack codes minus 2**(bits - 1) into the uppermost bits of int8[D,n]."""
     return pltpu.bitcast((_fields(x, bits) << jnp.uint32(8 - bits)) ^ jnp.uint32(0x80808080), jnp.int8)
 
 
 def _high_low(x: Array) -> tuple[Array, Array]:
-    """int8[2N,n] and a scale f32[N,1] of f32[N,n]: x ~ scale * (HALF * high + low)."""
+    """Split f32[N,n] into int8[2N,n] and a scale f32[N,1]: x ~ scale * (HALF * high + low)."""
     scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / (127 * HALF)
     y = x / scale
     high = jnp.round(y / HALF)
@@ -178,7 +184,7 @@ def _high_low(x: Array) -> tuple[Array, Array]:
 
 
 def _weights(parts: list[Array]) -> tuple[Array, Array]:
-    """The same of several x >= 0 [N,n] with one scale, in fewer operations: int8[2N * parts, n]."""
+    """Split several x >= 0 [N,n] as `_high_low` does, with one scale and fewer operations: int8[2N * parts, n]."""
     most = jnp.maximum(reduce(jnp.maximum, parts).max(-1, keepdims=True), 1e-30)
     rows = []
     for x in parts:
@@ -188,18 +194,18 @@ def _weights(parts: list[Array]) -> tuple[Array, Array]:
 
 
 def _high_rest(parts: list[Array]) -> tuple[Array, Array]:
-    """Of any x in bfloat16, whose two rows hold 16 bits: x ~ high + rest, and the scale is 1."""
+    """Split x into two rows of bfloat16, which hold 16 bits: x ~ high + rest; the scale is 1."""
     rows = [y for x in parts for y in (_short(x), x - _short(x))]
     return jnp.concatenate(rows, 0).astype(jnp.bfloat16), jnp.ones((parts[0].shape[0], 1), jnp.float32)
 
 
 def _joined(dots: Array, i: int, n: int, half: int) -> Array:
-    """[n,...] of the products of the i-th pair of n rows, of which the first counts `half` times."""
+    """Combine the products of the i-th pair of n rows to [n,...]; the first row of a pair has weight `half`."""
     return dots[2 * n * i : 2 * n * i + n] * half + dots[2 * n * i + n : 2 * n * (i + 1)]
 
 
 def key_side(q: Array, k: KernelCodes) -> Side:
-    """For scaled queries f32[heads,N,D]."""
+    """Build the `Side` of keys, for scaled queries f32[heads,N,D]."""
     if k.kept is not None:
 
         def dot(q: Array, codes: Array, kept: Array) -> Array:
@@ -216,7 +222,7 @@ def key_side(q: Array, k: KernelCodes) -> Side:
     n, d = q.shape[1:]
     groups = k.step.shape[2]
     (arrays, tokens, read), half = _coded(k), HALF if k.table is None else 1
-    own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # a group's channels
+    own = jnp.arange(d)[None] // (d // groups) == jnp.arange(groups)[:, None]  # one-hot: channels of each group
     rows, unit = jax.vmap(_high_low if k.table is None else lambda x: _high_rest([x]))(q)
     rows = jnp.where(own[None, :, None], rows[:, None], 0).reshape(-1, groups * 2 * n, d)
     total = jnp.where(own[None, :, None], q[:, None], 0).sum(-1).swapaxes(1, 2)
@@ -236,7 +242,7 @@ def key_side(q: Array, k: KernelCodes) -> Side:
 
 
 def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
-    """A step per channel and group of tokens: each group has queries of its own, and a tile of 128 takes them all."""
+    """Build the `Side` of keys with per-channel steps; queries are scaled once per group of tokens."""
     assert k.step is not None
     n = q.shape[1]
     span = k.codes.shape[1] // k.step.shape[1]
@@ -264,33 +270,33 @@ def _keys_by_channel(q: Array, k: KernelCodes) -> Side:
 
 
 def _short(x: Array) -> Array:
-    """f32 cut off to what bfloat16 holds; a conversion there and back may be dropped by the compiler."""
+    """Truncate f32 to bfloat16 precision; the compiler might remove a conversion there and back."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _channels(codes: Array, kept: Array) -> Array:
-    """bfloat16[D,n] of the numbers bfloat16[K,n] of those channels that i32[D/8,n] has bits for; 0 in the others.
+    """Scatter the kept numbers bfloat16[K,n] to bfloat16[D,n]: channels whose bit is set in i32[D/8,n]; 0 elsewhere.
 
     The eight channels of a byte are the rows of a register. They take their numbers by one gather from eight words of
-    two numbers: row r has the first of the words r, r + 8, ... that the bytes before have not used up. Ranks are
-    counted in sixteenths, so that one addition leaves a number's half of its word at bit 4 and its row at bits 5 to 7.
+    two numbers: row r has the first of the words r, r + 8, ... that earlier bytes have not used up. Ranks are counted
+    in sixteenths, so that one addition leaves the half of the word at bit 4 and the row at bits 5 to 7.
     """
     (count, n), (octets, _) = codes.shape, kept.shape
     words = pltpu.bitcast(jnp.pad(codes, ((0, -count % 16), (0, 0))), jnp.int32)
     bits = kept
     for shift, mask in ((12, 0x000F000F), (6, 0x03030303), (3, 0x11111111)):
-        bits = (bits | bits << shift) & mask  # bit j to nibble j
-    sums = bits * 0x11111111  # nibble j: how many of the bits 0 to j
-    ranks = (sums << 4) | (bits << 3)  # nibble j: how many before j, and on top of it bit j
+        bits = (bits | bits << shift) & mask  # spread bit j to nibble j
+    sums = bits * 0x11111111  # nibble j: number of set bits among 0 to j
+    ranks = (sums << 4) | (bits << 3)  # nibble j: number of set bits before j, with bit j on top
     counts = lax.shift_right_logical(sums, 28) << 4
     row = lax.broadcasted_iota(jnp.int32, (8, n), 0)
-    used = jnp.full((8, n), 128, jnp.int32)  # and 128 more: on top of a byte, bit j is -128
+    used = jnp.full((8, n), 128, jnp.int32)  # plus 128, because bit j at the top of a byte counts -128
     out = []
     for i in range(octets):
         own = jnp.broadcast_to(ranks[i : i + 1], (8, n)) << (28 - 4 * row)
         at = (own >> 24) + used
-        least, most = max(0, count - 8 * (octets - i)) // 16, min(8 * i + 7, count - 1) // 16  # whatever the bits are
+        least, most = max(0, count - 8 * (octets - i)) // 16, min(8 * i + 7, count - 1) // 16  # for all bit patterns
         near = words[8 * least : 8 * least + 8]
         for j in range(least, most):
             near = jnp.where(used > 128 + 256 * j + 32 * row + 16, words[8 * j + 8 : 8 * j + 16], near)
@@ -305,12 +311,12 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _by_tokens(p: Array, x: Array) -> Array:
-    """[N,n] against [D,n]: both are contracted over tokens, which lie on lanes."""
+    """Multiply [N,n] and [D,n] to [N,D]; both are contracted over tokens, which are on lanes."""
     return lax.dot_general(p, x, (((1,), (1,)), ((), ())), **_exactly(x))
 
 
 def _exactly(x: Array) -> dict[str, Any]:
-    """How a product with x loses nothing of it."""
+    """Return the dot arguments with which a product keeps all bits of x."""
     return {
         "preferred_element_type": jnp.int32 if x.dtype == jnp.int8 else jnp.float32,
         "precision": lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
@@ -355,5 +361,5 @@ def value_side(v: KernelCodes, d: int) -> Side:
 
 
 def _only(x: Array, alive: Array) -> Array:
-    """f32 where alive, i32 of -1 or 0, else 0."""
+    """Convert to f32, with 0 where `alive` (i32, -1 or 0) is 0."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & alive, jnp.float32)

@@ -1,4 +1,4 @@
-"""In which steps the TPU kernel reads a tier, and what it fetches for each while it computes the one before."""
+"""The pipeline of the TPU kernel: the steps in which it reads a tier, and the copies that each step prefetches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jkv.kernels.decode_attention.tpu_operands import LANES
 
 
 def device_cores() -> int:
-    """Of the device that a program is made for: two on v5p, and on v4 where both are one; 1 where nobody knows."""
+    """Return the cores of the target device: 2 on v5p, and on v4 in megacore mode; 1 if unknown."""
     try:
         return pltpu.get_tpu_info().num_cores
     except ValueError:
@@ -25,11 +25,20 @@ def device_cores() -> int:
 
 @dataclass(frozen=True)
 class Walk:
-    """A step takes `tile` slots of a block of heads, which lie in `parts` places.
+    """The order of steps: each step reads `tile` slots of a block of heads.
 
-    A block is `heads` heads of `rows` rows each. ends: of each block the last live slot + 1; lists: where each head has
-    one and is a block of its own, those places, in one line. A piece is what one core does of a block: all of it, or a
-    share of its steps where the cores could not have equally many blocks.
+    A piece is one core's part of a block: all of it, or a share of its steps if the blocks do not divide evenly among
+    the cores.
+
+    Attributes:
+        name: Name of the kernel.
+        rows: Rows per block.
+        heads: Heads per row of a block.
+        tile: Slots per step.
+        parts: Number of separate places where the slots of a step lie.
+        cores: Cores of the device.
+        ends: Last live slot + 1 of each block.
+        lists: Places of the slots, all heads' lists concatenated, if each head is a block with a list; else None.
     """
 
     name: str
@@ -55,14 +64,14 @@ class Walk:
 
     @property
     def pieces(self) -> int:
-        """Of each core."""
+        """Pieces per core."""
         return self.blocks * self.shares // self.cores
 
     def block(self, piece: Any) -> Any:
         return piece if self.shares == 1 else lax.rem(piece, self.blocks)
 
     def span(self, piece: Any, ends: Any) -> tuple[Any, Any]:
-        """The first step of a piece, and the one after its last."""
+        """Return the first step of a piece, and the one after its last."""
         steps = lax.div(ends[self.block(piece)] + self.tile - 1, self.tile)
         if self.shares == 1:
             return jnp.int32(0), steps
@@ -70,7 +79,7 @@ class Walk:
         return lax.div(steps * share, self.shares), lax.div(steps * (share + 1), self.shares)
 
     def next_piece(self, piece: Any, stop: Any, ends: Any) -> Any:
-        """The first from `piece` on that has steps; `stop` if none before it has."""
+        """Return the first piece from `piece` on that has steps, or `stop` if no piece before it has any."""
 
         def empty(at: Any) -> Any:
             begin, end = self.span(jnp.minimum(at, stop - 1), ends)
@@ -79,17 +88,17 @@ class Walk:
         return lax.while_loop(empty, lambda at: at + 1, piece)
 
     def start(self, i: Any, slots: int) -> Any:
-        """The first slot of step i: the last step of all ends with the slots, and begins among those of another."""
+        """Return the first slot of step i. The last step ends at the last slot, and so may overlap the previous one."""
         return i * self.tile if slots % self.tile == 0 else jnp.minimum(i * self.tile, slots - self.tile)
 
     def places(self, block: Any, i: Any, lists: Any) -> list[Any]:
-        """The first slots of the parts of step i, by lists."""
+        """Return the first slot of each part of step i, from `lists`."""
         at = block * (lists.shape[0] // self.blocks) + i * self.parts
         return [lists[at + part] * (self.tile // self.parts) for part in range(self.parts)]
 
 
 def shares(blocks: int, cores: int) -> int:
-    """Parts of every block's steps, so that cores have equally much to do.
+    """Return into how many shares each block's steps are split, so that all cores have equal work.
 
     >>> shares(8, 2), shares(1, 2), shares(3, 1)
     (1, 2, 1)
@@ -99,8 +108,16 @@ def shares(blocks: int, cores: int) -> int:
 
 @dataclass(frozen=True)
 class Moving:
-    """An array [x,y,z] of which a step fetches `own` entries of the first axis, which `common` blocks have together,
-    and along `axis` those of its tokens, one for `per` of them. listed: they lie where lists say."""
+    """An array [x,y,z] that is fetched step by step.
+
+    Attributes:
+        array: The array in HBM.
+        axis: Token axis.
+        per: Tokens per entry of this axis.
+        own: Entries of the first axis that a step fetches.
+        common: Consecutive blocks that share these entries.
+        listed: Whether the tokens lie where the lists of the walk say.
+    """
 
     array: Array
     axis: int
@@ -110,13 +127,13 @@ class Moving:
     listed: bool = False
 
     def buffers(self, tile: int) -> Any:
-        """For two steps."""
+        """Allocate double buffers in VMEM."""
         shape = [self.own, *self.array.shape[1:]]
         shape[self.axis] = tile // self.per
         return pltpu.VMEM((2, *shape), self.array.dtype)
 
     def copies(self, source: Any, target: Any, done: Any, block: Any, starts: list[Any], tile: int) -> Iterator[Any]:
-        """Of the slots from each of `starts` on, one after the other into the target."""
+        """Yield the copies of the slots from each of `starts` on, concatenated in the target."""
         size = tile // len(starts) // self.per
         first = self.own * (block if self.common == 1 else lax.div(block, self.common))
         for part, start in enumerate(starts):

@@ -1,8 +1,10 @@
-"""Attention of a few new tokens over picked pages of a tier, which are read where they lie.
+"""Decode attention over selected pages of a tier, read in place.
 
-Every implementation is a function of decode_attention's arguments, then pages i32[B,H,P] of `unit` slots, -1 none, that
-each head reads; the slots of other pages are as dead ones. It returns a Partial. A kernel reads whole tiles of slots: a
-page as large as its tile, or larger, costs its own bytes, and a smaller one those of the tile that it lies in, once.
+Every implementation takes decode_attention's arguments and then the pages, i32[B,H,P] of `unit` slots each, that a head
+reads (-1 for none). Slots of other pages count as dead. It returns a Partial.
+
+A kernel reads whole tiles of slots: a page of at least the tile size costs its own bytes, and a smaller page costs the
+tile around it, which is read once.
 """
 
 import jax.numpy as jnp
@@ -12,17 +14,25 @@ from jkv.arrays.gather import per, take
 
 
 def refusal(unit: int, tile: int) -> str | None:
-    """Why pages of `unit` slots cannot be read in tiles of `tile`, or None."""
+    """Explain why pages of `unit` slots cannot be read in tiles of `tile` slots; None if they can."""
     fits = tile % unit == 0 or unit % tile == 0
     return None if fits else f"pages of {unit} slots; divisors and multiples of {tile} are"
 
 
 def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array, Array]:
-    """Tiles i32[B,H,U] of `tile` slots that hold picked pages i32[B,H,P], and what is to be read of them.
+    """Return the tiles that hold the picked pages, and the positions to read in them.
 
-    The second: positions i32[B,H,U*tile] of pos i32[B,Hs,C], -1 in pages that were not picked. The third:
-    where these end, i32[B,H,1]. Tiles rise; what is left over of U comes last, all -1. `unit` divides `tile` or is a
-    multiple of it. Places are counted among all pairs of pages, which are few, without a sort.
+    The order is found by comparing all pairs of pages, which are few, without a sort.
+
+    Args:
+        pages: Picked pages i32[B,H,P], -1 for none.
+        pos: Positions of all slots, i32[B,Hs,C].
+        unit: Slots per page; divides `tile` or is a multiple of it.
+        tile: Slots per tile.
+
+    Returns:
+        Tiles i32[B,H,U] in ascending order, unused entries last; their positions i32[B,H,U*tile], -1 in pages that were
+        not picked and in unused tiles; and the end of the used positions, i32[B,H,1].
 
     >>> tiles, at, ends = visits(jnp.array([[[5, -1, 4]]]), jnp.arange(16).reshape(1, 1, 16), 2, 4)
     >>> tiles.tolist(), at.tolist(), ends.tolist()
@@ -36,7 +46,7 @@ def visits(pages: Array, pos: Array, unit: int, tile: int) -> tuple[Array, Array
     of, index = jnp.where(pages < 0, none, per(pages, each)), jnp.arange(pages.shape[2], dtype=pages.dtype)
     one, other = of[..., :, None], of[..., None, :]
     again = ((one == other) & (index[:, None] > index[None])[None, None]).any(-1)
-    first = (of < none) & ~again  # of the pages of a tile
+    first = (of < none) & ~again  # first page of each tile
     place = (first[..., None, :] & (other < one)).sum(-1, dtype=pages.dtype)
     at = jnp.where(first, place, -1)[:, :, None] == index[None, None, :none, None]
     tiles = jnp.where(at, of[:, :, None], none).min(-1)

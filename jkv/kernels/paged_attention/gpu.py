@@ -1,4 +1,4 @@
-"""Pallas Mosaic GPU (Hopper): decode_attention's kernel, whose pipeline takes its tiles from a list."""
+"""Hopper kernel (Pallas Mosaic GPU): decode_attention's kernel, with a pipeline that takes tiles from a list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jkv.protocols import KernelCodes
 
 
 def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) -> str | None:
-    """Why these codes, or pages of `unit` slots, have no kernel, or None."""
+    """Explain why the kernel does not support these codes, or pages of `unit` slots; None if it does."""
     return gpu.supports(k, v, dim, queries, unit) or refusal(unit, gpu.tile_of(v, unit))
 
 
@@ -29,7 +29,14 @@ def attention(
     unit: int,
     **options: Any,
 ) -> Partial:
-    """See the package; options: decode_attention's. Raises ValueError for what `supports` names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        options: Further options of decode_attention's kernel.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     if (why := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
         raise ValueError(f"the gpu kernel of paged_attention does not take {why}")
     tiles, pos, ends = visits(pages, pos, unit, gpu.tile_of(v, unit))

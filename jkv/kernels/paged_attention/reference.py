@@ -1,4 +1,4 @@
-"""The oracle: positions of all other pages are -1, and then it is attention over the whole tier."""
+"""Reference implementation: attention over the whole tier, with positions of other pages set to -1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention(
     pages: Array,
     unit: int,
 ) -> Partial:
-    """See the package; in q's dtype, float64 where jax allows it."""
+    """Compute attention, as the package describes, in q's dtype (float64 if jax enables it)."""
     of_slot = jnp.arange(pos.shape[2], dtype=pages.dtype) // unit
     read = (of_slot[None, None, :, None] == pages[:, :, None]).any(-1)
     return reference.attention(q, k, v, jnp.where(read, pos, -1), first, last, scale)

@@ -1,6 +1,6 @@
-"""Pallas for TPU: decode_attention's kernel, told by the page ids which tiles to fetch.
+"""TPU kernel (Pallas): decode_attention's kernel, which fetches tiles by page ids.
 
-Tokens lie on lanes, and 128 of them are the least that a copy moves.
+Tokens are on lanes, so a copy moves at least 128 of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jkv.protocols import KernelCodes
 
 
 def supports(k: KernelCodes, v: KernelCodes, dim: int, queries: int, unit: int) -> str | None:
-    """Why these codes, or pages of `unit` slots, have no kernel, or None."""
+    """Explain why the kernel does not support these codes, or pages of `unit` slots; None if it does."""
     return tpu.supports(k, v, dim, queries) or refusal(unit, least_tile(k))
 
 
 def tile_size(k: KernelCodes, unit: int) -> int:
-    """Slots that are read together; of a large page as much as fits a step."""
+    """Return the slots per tile; a large page is cut into tiles that fit a step."""
     tile = least_tile(k)
     while unit % (2 * tile) == 0 and 2 * tile <= tpu.TOGETHER:
         tile *= 2
@@ -41,7 +41,14 @@ def attention(
     unit: int,
     **options: Any,
 ) -> Partial:
-    """See the package; options: decode_attention's. Raises ValueError for what `supports` names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        options: Further options of decode_attention's kernel.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     if (why := supports(k, v, q.shape[-1], q.shape[2] * q.shape[3], unit)) is not None:
         raise ValueError(f"the TPU kernel of paged_attention does not take {why}")
     tiles, pos, ends = visits(pages, pos, unit, tile_size(k, unit))

@@ -1,13 +1,19 @@
-"""Attention of a prompt's tokens over exact keys: its own, and those that were there before.
+"""Prefill attention over unquantized keys: those of the prompt and of tokens before it.
 
-Every implementation is a function of the same arguments and returns a Partial:
+Every implementation takes the same arguments and returns a Partial:
 
-q f[B,H,G,T,D] rotated; k, v f[B,H,S,D]; pos i32[B,S] of the keys, -1 dead; first, last i32[B,T]: the positions that a
-query may see, last its own, or -1: it is dead; scale of the logits; until i32[B,H,S]: the last position whose query may
-see each key, or None: all later ones may. A kernel skips tiles that nobody sees: few, unless positions rise.
+    q      f[B,H,G,T,D]   rotated queries
+    k, v   f[B,H,S,D]     keys and values
+    pos    i32[B,S]       positions of the keys, -1 for dead ones
+    first  i32[B,T]       first position that a query sees
+    last   i32[B,T]       last position that a query sees, its own; -1 for dead queries
+    scale  float          factor of the logits
+    until  i32[B,H,S]     last query position that sees each key; None: all later queries see it
 
-Dead keys and values may hold anything: a mask selects, it never multiplies. A query that sees no key gives m = -inf,
-l = 0, acc = 0.
+A kernel skips tiles that no query sees; these are few unless positions are ascending.
+
+Dead keys and values may hold anything, because masks select and never multiply. A query that sees no key gives
+m = -inf, l = 0, acc = 0.
 """
 
 import jax
@@ -16,7 +22,7 @@ from jax import Array
 
 
 def padded(x: Array, n: int, fill: int = 0, axis: int = 1) -> Array:
-    """x with its axis in whole multiples of n.
+    """Pad an axis of x with `fill` to a multiple of n.
 
     >>> padded(jnp.array([[3, 4, 5]]), 2, -1).tolist()
     [[3, 4, 5, -1]]
@@ -27,9 +33,15 @@ def padded(x: Array, n: int, fill: int = 0, axis: int = 1) -> Array:
 
 
 def spans(pos: Array, first: Array, last: Array, tq: int, tk: int, axis: int = 2) -> tuple[Array, Array]:
-    """i32[B,T/tq] twice: of each tile of tq queries the first tile of tk keys that it sees, and the last + 1.
+    """Return the first key tile that each query tile sees, and the last + 1: i32[B,T/tq] each.
 
-    axis = 1: i32[B,S/tk] twice, of each tile of keys the tiles of queries that see it.
+    With axis=1, the first and last + 1 query tile that sees each key tile: i32[B,S/tk] each.
+
+    Args:
+        pos: Positions of the keys, i32[B,S].
+        first, last: Visible positions of the queries, i32[B,T].
+        tq, tk: Queries and keys per tile.
+        axis: 2 for spans of key tiles, 1 for spans of query tiles.
 
     >>> pos = jnp.array([[-1, -1, 0, 1, 2, 3]])
     >>> [x.tolist() for x in spans(pos, jnp.maximum(pos - 1, 0), pos, 2, 2)]
@@ -43,8 +55,9 @@ def spans(pos: Array, first: Array, last: Array, tq: int, tk: int, axis: int = 2
 
 
 def clear_spans(pos: Array, first: Array, last: Array, until: Array | None, tq: int, tk: int) -> tuple[Array, Array]:
-    """i32[B,T/tq] twice: of each tile of tq queries the first tile of tk keys whose keys all its live queries see, in
-    every head, and the end of those next to it.
+    """Return the first run of key tiles that need no mask for each query tile: start and end, i32[B,T/tq] each.
+
+    In these tiles all live queries see all keys, in every head. Tiles have tq queries and tk keys.
 
     >>> pos = jnp.array([[0, 1, 2, 3, -1, 4]])
     >>> [x.tolist() for x in clear_spans(pos, pos & 0, pos, None, 2, 2)]
@@ -60,10 +73,14 @@ def clear_spans(pos: Array, first: Array, last: Array, until: Array | None, tq: 
 def walks_of(
     pos: Array, first: Array, last: Array, until: Array | None, tq: int, tk: int
 ) -> tuple[Array, Array, Array]:
-    """i32[N,T/tq,S/tk]: of each tile of tq queries the tiles of tk keys that it sees, in front those that all of its
-    live queries see whole; and i32[N,T/tq] twice: how many these are, and how many it sees.
+    """Order the key tiles of each query tile: first those that need no mask, then other visible ones, then the rest.
 
-    N: rows, with `until` rows times H. What follows the tiles that are seen are the others.
+    A tile needs no mask if all live queries see all of its keys. Tiles have tq queries and tk keys. N is the number of
+    rows, times H with `until`.
+
+    Returns:
+        The order of key tiles, i32[N,T/tq,S/tk]; the number that need no mask, and the number of visible ones,
+        i32[N,T/tq] each.
 
     >>> pos = jnp.array([[0, 1, 2, 3, -1, 4]])
     >>> [x.tolist() for x in walks_of(pos, pos & 0, pos, None, 2, 2)]
@@ -72,7 +89,7 @@ def walks_of(
     seen, whole = visible(pos, first, last, until, tq, tk)
     kind = jnp.where(whole, 0, jnp.where(seen, 1, 2))
     n = kind.shape[3]
-    order = jnp.sort(kind * n + jax.lax.broadcasted_iota(jnp.int32, kind.shape, 3)) % n  # one number, which sorts
+    order = jnp.sort(kind * n + jax.lax.broadcasted_iota(jnp.int32, kind.shape, 3)) % n  # sort by kind, then by tile
     order, clear, count = (
         x.reshape(-1, *x.shape[2:]) for x in (order, whole.sum(3, dtype=jnp.int32), seen.sum(3, dtype=jnp.int32))
     )
@@ -80,7 +97,7 @@ def walks_of(
 
 
 def visible(pos: Array, first: Array, last: Array, until: Array | None, tq: int, tk: int) -> tuple[Array, Array]:
-    """bool[B,H or 1,T/tq,S/tk] twice: may any of tq queries see any of tk keys, and do all live ones see them all?"""
+    """Return bool[B,H or 1,T/tq,S/tk] twice: may any query of a tile see any key, and do all live ones see all keys?"""
     alive, never = (last >= 0)[:, None], jnp.iinfo(jnp.int32).max
 
     def queries(x: Array, dead: int) -> Array:  # [B,1,T/tq,1,tq]

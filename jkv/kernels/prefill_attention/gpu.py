@@ -1,7 +1,7 @@
-"""Pallas Mosaic GPU (Hopper): two warpgroups have 64 queries of one head each in registers; a third fetches their keys.
+"""Hopper kernel (Pallas Mosaic GPU): two warpgroups hold 64 queries of a head each; a third one fetches keys.
 
-The two take turns, so that the products of one run under the exponentials of the other. A list outside the kernel says
-which tiles of keys its queries see: first those that all of them see, for which nothing is masked.
+The two alternate, so that the products of one overlap the exponentials of the other. A list computed outside the kernel
+names the key tiles that the queries see, starting with those that all of them see, which need no mask.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jkv.arrays.online_softmax import Partial
 from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, operand, plgpu, rows
 from jkv.kernels.prefill_attention import padded, walks_of
 
-PAIR, QUERIES = 2, 64  # warpgroups that compute, and the queries of one
-STAGES = 2  # tiles of keys, and of values, under way
-FETCHING, COMPUTING = 40, 232  # registers of a thread
-UNSEEN = -1e30  # the maximum of no logit: finite, so that differences stay numbers
+PAIR, QUERIES = 2, 64  # computing warpgroups, queries per warpgroup
+STAGES = 2  # tiles of keys, and of values, in flight
+FETCHING, COMPUTING = 40, 232  # registers per thread of the fetching and computing warpgroups
+UNSEEN = -1e30  # running maximum before any logit; finite, so that differences are not NaN
 LOG2E = math.log2(math.e)
 MISCOMPILED = range(12080, 12091)  # 12.8.0 to 12.9.0: their ptxas breaks causal masks, as jax's attention_mgpu.py says
 
 
 def supports(dtype: Any, dim: int, groups: int) -> str | None:
-    """Why these floats have no kernel, or None; any number of groups will do."""
+    """Explain why the kernel does not support this dtype and head dimension; None if it does. Any `groups` is fine."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"keys in {jnp.dtype(dtype)}; bfloat16 or float16"
     if dim not in (64, 128, 256):
@@ -52,14 +52,21 @@ def attention(
     *,
     interpret: Any = None,
 ) -> Partial:
-    """See the package; `interpret` takes the interpreter's parameters. Raises ValueError for what `supports` names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        interpret: Parameters of the Pallas interpreter; None to compile for the GPU.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     b, h, g, t, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the gpu kernel of prefill_attention does not take {why}")
     tq, tk = PAIR * QUERIES, keys_of(d)
     v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), tk, axis=2)
     k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
-    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
+    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on, because dead keys are at -1
     q = padded(q.astype(k.dtype), tq, axis=3)
     if until is not None:
         until = padded(until, tk, -1, axis=2)
@@ -79,12 +86,12 @@ def attention(
 
 
 def keys_of(dim: int) -> int:
-    """Keys of a tile: as many as a thread has registers for."""
+    """Return the keys per tile, limited by registers."""
     return 128 if dim <= 128 else 64
 
 
 def kernel(shape: tuple[int, ...], dtype: Any, scale: float, lasting: bool, ops: Ops, interpret: Any) -> Any:
-    """The compiled function of `program` over heads, groups and tiles of queries; shape: B, H, G, tiles, D."""
+    """Build the kernel call of `program` over heads, groups and query tiles; shape: B, H, G, tiles, D."""
     b, h, g, tiles, d = shape
     lead, layout = (b * h, g, tiles, PAIR, QUERIES), operand(d, dtype)
     return plgpu.kernel(
@@ -111,11 +118,15 @@ def program(
     h: int, lasting: bool, scale: float, ops: Ops, *refs: Ref,
     q_s: Ref, ring: Ref, asked: Ref, full: Ref, free: Ref, turns: Ref,
 ) -> None:  # fmt: skip
-    """The ring has keys and values in turn: `full` when a copy has arrived, `free` when both warpgroups have read."""
+    """Attend a pair of query tiles to their key tiles.
+
+    Keys and values alternate in the ring buffer; `full` signals that a copy has arrived, `free` that both warpgroups
+    have read it.
+    """
     order_g, clear_g, count_g, q_g, first_g, last_g, k_g, v_g, pos_g = refs[:9]
     until_g, outs = refs[9 : 9 + lasting], refs[9 + lasting :]
     head, group, mine = (lax.axis_index(x) for x in ("head", "group", "warpgroup"))
-    tile = q_g.shape[2] - 1 - lax.axis_index("tile")  # those that see most begin first
+    tile = q_g.shape[2] - 1 - lax.axis_index("tile")  # query tiles with the most keys start first
     row = lax.div(head, h)
     walk = (head if lasting else row, tile)
     d, n = ring.shape[2], ring.shape[1]
@@ -124,6 +135,7 @@ def program(
     def keys(i: Any) -> Any:
         return pl.ds(order_g[(*walk, i)] * n, n)
 
+    # Fetching warpgroup: copy key and value tiles into the ring as slots become free.
     @pl.when(mine == PAIR)
     def _() -> None:
         plgpu.set_max_registers(FETCHING, action="decrease")
@@ -146,6 +158,7 @@ def program(
         plgpu.barrier_arrive(turns)
         plgpu.barrier_wait(turns)
 
+    # Computing warpgroups: one query tile each.
     @pl.when(mine < PAIR)
     def _() -> None:
         plgpu.set_max_registers(COMPUTING, action="increase")
@@ -164,30 +177,34 @@ def program(
         def step(masking: bool, i: Any, state: Any) -> Any:
             m, l, acc = state  # noqa: E741
             slot = 2 * lax.rem(i, STAGES)
+            # Logits; the other warpgroup gets its turn while the product runs.
             see = masked(i) if masking else None
             plgpu.barrier_wait(full.at[slot])
             s = ops.matmul(([q_s.at[mine]], [ring.at[slot]]), meanwhile=turn)[0]
             plgpu.barrier_arrive(free.at[slot])
             s = s if see is None else jnp.where(see, s, -jnp.inf)
+            # Online softmax.
             top = jnp.maximum(m, s.max(1) * scale)
             fade = jnp.exp2(m - top)
-            p = jnp.exp2(s * scale - rows(top, s.shape))  # one instruction: products come unscaled
+            p = jnp.exp2(s * scale - rows(top, s.shape))  # one instruction, because products are unscaled
             now = l * fade + p.sum(1), acc * rows(fade, acc.shape), p.astype(k_g.dtype)
-            l, acc, p = lax.optimization_barrier(now)  # noqa: E741  # done before the other's turn
+            l, acc, p = lax.optimization_barrier(now)  # noqa: E741  # finish before the other warpgroup's turn
             plgpu.barrier_arrive(turns)
             plgpu.barrier_wait(full.at[slot + 1])
             plgpu.barrier_wait(turns)
+            # Add the values in this warpgroup's turn.
             acc = ops.add(acc, p, ring.at[slot + 1])
             plgpu.barrier_arrive(free.at[slot + 1])
             return top, l, acc
 
         pl.when(mine == 1)(turn)
         none = [ops.place(jnp.full((QUERIES,), x, f32), ROW) for x in (UNSEEN, 0)]
+        # Tiles without a mask first, then those with one.
         clear = clear_g[walk]
         state = lax.fori_loop(0, clear, functools.partial(step, False), (*none, ops.full((QUERIES, d), 0)))
         m, l, acc = lax.fori_loop(clear, count, functools.partial(step, True), state)  # noqa: E741
         pl.when(mine == 0)(turn)
-        alive = last >= 0  # dead queries saw what the others did
+        alive = last >= 0  # clear dead queries, which skip masks in unmasked tiles
         l, acc = jnp.where(alive, l, 0.0), jnp.where(rows(alive, acc.shape), acc, 0.0)  # noqa: E741
         for ref, x in zip(outs, (acc, m, l), strict=True):
             ref.at[head, group, tile, mine][...] = x

@@ -1,4 +1,4 @@
-"""The oracle: all logits at once, one einsum."""
+"""Reference implementation: all logits at once, one einsum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jkv.arrays.online_softmax import Partial, softmax_parts
 def attention(
     q: Array, k: Array, v: Array, pos: Array, first: Array, last: Array, scale: float, until: Array | None = None
 ) -> Partial:
-    """See the package; in q's dtype, float64 where jax allows it."""
+    """Compute attention, as the package describes, in q's dtype (float64 if jax enables it)."""
     at = pos[:, None, None]
     see = (at >= 0) & (at >= first[:, None, :, None]) & (at <= last[:, None, :, None])
     if until is not None:

@@ -1,7 +1,7 @@
-"""Does a kernel compute what it should, here? `python -m jkv.kernels.prefill_attention.selftest` on the accelerator.
+"""Self-test of the kernel on this accelerator: `python -m jkv.kernels.prefill_attention.selftest`.
 
-Rows of several lengths, with and without tokens before the prompt, NaN in all that is dead, against float64 in numpy;
-the bound is decode attention's: what rounding explains. A second run must give the same bits.
+It runs rows of several lengths, with and without tokens before the prompt, with NaN in all dead entries, and compares
+with float64 numpy. The bound is decode attention's, the expected rounding error. A second run must give the same bits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two rows: one of them whole, of the other's entries a third is dead, among both old and new ones."""
+    """A test case of two rows: the first has no dead entries, the second has a third of old and new entries dead."""
 
     floats: str = "bfloat16"
     dim: int = 128
-    group: int = 4  # query heads of a kv head
-    new: int = 1000  # tokens of the prompt
-    before: int = 0  # entries that are there before
-    window: int = 0  # positions that a query sees; 0: all up to its own
-    lasting: bool = False  # keys that not all later queries see
+    group: int = 4  # query heads per kv head
+    new: int = 1000  # prompt tokens
+    before: int = 0  # entries before the prompt
+    window: int = 0  # sliding window in positions; 0: all up to the query's own
+    lasting: bool = False  # whether keys expire (`until`)
 
     def __str__(self) -> str:
         some = f"{self.floats} D={self.dim} G={self.group} T={self.new}"
@@ -43,7 +43,7 @@ class Case:
 
 
 def cases(new: int = 1000) -> Iterator[Case]:
-    """Every width and number of groups; then every edge on one of them."""
+    """Yield cases of every head dimension and group size, then all edge cases on one of them."""
     for dim in (64, 128, 256):
         yield from (Case(dim=dim, group=group, new=new) for group in (1, 3, 4, 8))
     base = Case(new=new)
@@ -55,7 +55,7 @@ def cases(new: int = 1000) -> Iterator[Case]:
 
 
 def problem(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The arguments of a kernel, in numpy. Positions rise, with gaps in the second row."""
+    """Return the kernel's arguments in numpy. Positions are ascending, with gaps in the second row."""
     rng, (b, h), t, s = np.random.default_rng(seed), (2, 2), case.new, case.before + case.new
     live = np.ones((b, s), bool)
     live[1] = rng.random(s) < 2 / 3
@@ -82,13 +82,17 @@ def problem(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
-    """Of the operands of K @ q, where a TPU rounds a scaled q, and of V @ p."""
+    """Return the relative rounding error of the operands of K @ q (a TPU rounds the scaled q) and of V @ p."""
     of = EXACT if kernel == "xla" else ROUNDING.get(case.floats, EXACT)
     return of if kernel == "tpu" else EXACT, of
 
 
 def run(case: Case, kernel: str, attention: Any, seed: int = 0, again: bool = False) -> tuple[bool, str]:
-    """Is it right for a random problem, and the worst error beside its bound; again: and a second time, bit by bit."""
+    """Check a kernel on a random problem; `again` also requires a second run to give the same bits.
+
+    Returns:
+        Whether the result is right, and the worst error with its bound.
+    """
     p = problem(case, seed)
     scale = p.pop("scale")
     program, arrays = jax.jit(lambda a: attention(**a, scale=scale)), jax.tree.map(jnp.asarray, p)
@@ -99,7 +103,7 @@ def run(case: Case, kernel: str, attention: Any, seed: int = 0, again: bool = Fa
 
 
 def verdicts(kernel: str, every: Iterable[Case], seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Of each case "ok", "WRONG" or "refused", and a line about it; kernel "xla": of the reference in float32."""
+    """Yield ("ok", "WRONG" or "refused", description) for each case; kernel "xla" checks the reference in float32."""
     module = importlib.import_module(f"jkv.kernels.prefill_attention.{'reference' if kernel == 'xla' else kernel}")
     for case in every:
         if kernel == "xla":

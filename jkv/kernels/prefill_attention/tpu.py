@@ -1,12 +1,12 @@
-"""Pallas for TPU: a tile of queries, those of all its groups below each other, against one tile of keys after another.
+"""TPU kernel (Pallas): a tile of queries, with all groups stacked as rows, loops over key tiles.
 
-Which tiles of keys a tile of queries sees is found outside, from the positions. The last axis of the grid is as long as
-the longest such walk, and a shorter one stays where it ends, so that nothing is fetched. A tile of keys is taken in
-parts, so that the products of one run under the exponentials of another. Where all queries see all keys of a tile
-nothing is masked.
+The key tiles that a query tile sees are computed outside, from the positions. The last grid axis is as long as the
+longest walk over key tiles; a shorter walk repeats its last tile, so that nothing is fetched. Key tiles are processed
+in parts, so that the products of one part overlap the exponentials of another. Tiles in which all queries see all keys
+are not masked.
 
-jax comes with splash attention, which masks by index, the same for all rows, and computes what is dead. Here rows have
-holes and gaps; a step costs as much.
+jax's splash attention masks by index, with the same mask for all rows, and computes dead tokens too. Here rows may have
+holes and gaps, at the same cost per step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jkv.arrays.online_softmax import Partial
 from jkv.kernels.prefill_attention import clear_spans, padded, spans
 
 LANES = 128
-ROWS, KEYS, PART = 1024, 1024, 256  # of a grid step, about: queries times groups, and keys; keys of a part of it
-WIDTH = 2048  # groups times channels of 128 queries, which must fit
-FLOOR, MASKED = -5e29, -1e30  # the maximum before any key is half of a masked logit, so that exp() of that is 0
+ROWS, KEYS, PART = 1024, 1024, 256  # per grid step, about: queries x groups, keys; keys per part
+WIDTH = 2048  # largest groups x channels for which 128 queries fit
+FLOOR, MASKED = -5e29, -1e30  # initial maximum: half of a masked logit, so that exp() of that is 0
 LOG2E = 1.4426950408889634
 
 
 def supports(dtype: Any, dim: int, groups: int) -> str | None:
-    """Why these floats have no kernel, or None."""
+    """Explain why the kernel does not support this dtype, head dimension and group size; None if it does."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"keys in {jnp.dtype(dtype)}; bfloat16 or float32"
     if dim % 8 or dim > 256:
@@ -53,14 +53,21 @@ def attention(
     *,
     interpret: Any = False,
 ) -> Partial:
-    """See the package. Raises ValueError for what `supports` names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        interpret: Whether to run in the Pallas interpreter, or its parameters.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     b, h, g, t, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the TPU kernel of prefill_attention does not take {why}")
     tq, tk = tile_sizes(g, t, k.shape[2], k.dtype)
     v = padded(jnp.where((pos >= 0)[:, None, :, None], v, 0), tk, axis=2)
     k, pos = padded(k, tk, axis=2), padded(pos, tk, -1)
-    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on: the dead are at -1
+    first, last = padded(jnp.maximum(first, 0), tq), padded(last, tq, -1)  # from 0 on, because dead keys are at -1
     if until is not None:
         until = padded(until, tk, -1, axis=2)
     walks = *spans(pos, first, last, tq, tk), *clear_spans(pos, first, last, until, tq, tk)
@@ -74,17 +81,17 @@ def attention(
 
 
 def tile_sizes(groups: int, tokens: int, keys: int, dtype: Any) -> tuple[int, int]:
-    """Queries and keys of a grid step."""
+    """Return the number of queries and keys per grid step."""
     return tile_size(ROWS // groups, tokens, LANES), tile_size(KEYS * 2 // jnp.dtype(dtype).itemsize, keys, PART)
 
 
 def tile_size(most: int, n: int, unit: int) -> int:
-    """The size of a tile of n things: whole units, about `most`, and no more than are there."""
+    """Return the size of a tile: a multiple of `unit`, about `most`, and at most n rounded up."""
     return min(max(most // unit, 1), -(-n // unit)) * unit
 
 
 def visited(h: int, count: int, block: Array, i: Array, j: Array, begin: Array, end: Array, *_: Any) -> Array:
-    """The tile at step j of walk i of `count`, for head `block`, h of them a row; a walk stays where it ends."""
+    """Return the tile at step j of walk i (of `count`), for head `block` (h per row); a walk repeats its last tile."""
     at = lax.div(block, h) * count + i
     return jnp.minimum(begin[at] + j, jnp.maximum(end[at] - 1, 0))
 
@@ -127,7 +134,7 @@ def _run(
         out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in (q.shape, (all_, g, t))],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=2 * q.size * k.shape[1],  # half of all pairs
+            flops=2 * q.size * k.shape[1],  # causal: half of all pairs
             transcendentals=q.size // d * k.shape[1] // 2,
             bytes_accessed=6 * q.size + count * k.nbytes,
         ),
@@ -143,6 +150,7 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
     j = pl.program_id(2)
     walk = lax.div(pl.program_id(0), h) * walks + pl.program_id(1)
 
+    # First step of a walk: scale the queries and initialize acc, m and l.
     @pl.when(j == 0)
     def _() -> None:
         ask[...] = (q[0].astype(jnp.float32) * scale).astype(ask.dtype).reshape(ask.shape)
@@ -168,6 +176,7 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
         l[...] = l[...] * fade + p.sum(-1, keepdims=True)
         acc[...] = acc[...] * wide(fade, d) + dot(p.astype(v.dtype), v[0, some], 0)
 
+    # Skip steps past the end of the walk, and mask only tiles that need it.
     tile = begin[walk] + j
     whole = (tile >= clear[walk]) & (tile < blurred[walk])
     for here, mask in ((whole, lambda logits, _: logits), ((tile < end[walk]) & ~whole, masked)):
@@ -177,9 +186,10 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
             for start in range(0, tk, PART):
                 step(pl.ds(start, PART), mask)
 
+    # Last step: normalize, and write the output and its log-sum-exp.
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
-        alive = jnp.tile(last[...] >= 0, (g, 1))  # dead queries saw what the others of their tile did
+        alive = jnp.tile(last[...] >= 0, (g, 1))  # clear dead queries, which skip masks in unmasked tiles
         some = alive & (m[...] > FLOOR / 2)
         out[0] = jnp.where(wide(some, d), acc[...] / wide(l[...], d), 0).reshape(g, tq, d)
         total = jnp.where(some, m[...] / LOG2E + jnp.log(l[...]), -jnp.inf)
@@ -188,12 +198,12 @@ def _kernel(h: int, walks: int, scale: float, lasting: bool, *refs: Any) -> None
 
 
 def wide(x: Array, n: int) -> Array:
-    """[N,LANES] of one number a row -> [N,n]."""
+    """Widen [N,LANES], with one number per row, to [N,n]."""
     return jnp.tile(x, (1, -(-n // LANES)))[:, :n]
 
 
 def dot(a: Array, b: Array, axis: int) -> Array:
-    """a [N,n] against an axis of b."""
+    """Multiply a [N,n] with b, contracting `axis` of b."""
     exact = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     where = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, where, preferred_element_type=jnp.float32, precision=exact)

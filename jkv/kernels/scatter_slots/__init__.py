@@ -1,7 +1,9 @@
-"""Newcomers into slots of a tier, in place.
+"""In-place scatter of new tokens into slots of a tier.
 
-x [B,H,C,R], index i32[B,Hi,m] of slots (C or more: dropped), new [B,H,m,R].
+    x      [B,H,C,R]      tier
+    index  i32[B,Hi,m]    slots of the new tokens; C or more drops the token
+    new    [B,H,m,R]      new tokens
 
-The reference, `put` of arrays/gather.py, is a scatter, which XLA does in place where slots are the rows of memory. On
-TPU they are its columns, and the scatter would move the whole tier there and back.
+The reference is `put` of arrays/gather.py, a scatter that XLA runs in place if slots are rows in memory. On TPU slots
+are columns, and that scatter would transpose the whole tier twice.
 """

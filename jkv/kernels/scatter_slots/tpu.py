@@ -1,7 +1,6 @@
-"""The tiles of tokens that newcomers come to, in place: each takes its own by a product with a 0/1 matrix.
+"""TPU kernel (Pallas): each affected tile takes its new tokens by a product with a 0/1 matrix, in place.
 
-Numbers go through it as their bytes, which bfloat16 holds exactly, whatever they are: of a float, NaN or infinite, none
-touches another.
+Numbers are multiplied byte by byte. bfloat16 represents every byte exactly, so that NaN and infinity do not spread.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-MOST = 512  # newcomers of a decode block; a prompt's are too many for the 0/1 matrix
-BLOCK = 2**20  # bytes of a tile
-CHOICES = 2**18  # newcomers x tokens of a tile: the 0/1 matrix takes room in VMEM too
+MOST = 512  # new tokens per call, as in a decode block; a prompt has too many for the 0/1 matrix
+BLOCK = 2**20  # bytes per tile
+CHOICES = 2**18  # new tokens x slots per tile, because the 0/1 matrix must fit in VMEM
 
 
 def supports(x: Any, newcomers: int) -> str | None:
-    """Why newcomers cannot be placed into x, or None."""
+    """Explain why this many new tokens cannot be placed into x; None if they can."""
     if x.ndim != 4 or x.dtype not in (jnp.uint8, jnp.uint16, jnp.bfloat16, jnp.float32):
         return f"{x.dtype}{list(x.shape)}; rows of uint8, uint16, bfloat16 or float32"
     return f"{newcomers} newcomers; {MOST} at most" if newcomers > MOST else None
 
 
 def place(x: Array, index: Array, new: Array, *, interpret: Any = False) -> Array:
-    """See the package; the tier's memory is used again."""
+    """Scatter new tokens into x, as the package describes; the output reuses the memory of x."""
     b, h, c, r = x.shape
     m = index.shape[2]
     lanes = lambda y: jnp.swapaxes(y, 2, 3)  # noqa: E731
@@ -59,15 +58,25 @@ def place(x: Array, index: Array, new: Array, *, interpret: Any = False) -> Arra
 
 
 def tile_size(shared: bool, newcomers: int, slots: int, width: int) -> int:
-    """Slots of a tile, of `width` bytes each: few where all heads share the newcomers' slots, which then lie together;
-    else many, for most tiles are touched, and a step has a fixed cost."""
+    """Return the slots per tile.
+
+    Tiles are small if all heads share the slots of new tokens, because these slots are adjacent. Otherwise tiles are
+    large, because most tiles are affected and a step has a fixed cost.
+
+    Args:
+        shared: Whether all heads share the slots of new tokens.
+        newcomers: Number of new tokens.
+        slots: Slots of the tier.
+        width: Bytes per slot.
+    """
     most = max(min(BLOCK // width, CHOICES // newcomers) // LANES, 1)
     return LANES * (1 if shared else min(most, -(-slots // LANES)))
 
 
 def touched(slot: Array, tile: int, slots: int) -> tuple[Array, Array]:
-    """i32[...,U] of the tiles that i32[...,n] slots are in, each once and rising, then the last of them again; and how
-    many there are where there are most, 1 at least. Slots of `slots` or more are in none.
+    """Return the distinct tiles of slots i32[...,n] in ascending order, and the largest number of them (at least 1).
+
+    The tiles are i32[...,U]; unused entries repeat the last tile. Slots of `slots` or more are ignored.
 
     >>> [x.tolist() for x in touched(jnp.array([[130, 5, 131, 600], [600, 600, 600, 600]]), 128, 512)]
     [[[0, 1, 1, 1], [0, 0, 0, 0]], 2]
@@ -77,7 +86,7 @@ def touched(slot: Array, tile: int, slots: int) -> tuple[Array, Array]:
     hit = ((own[..., None] == every[..., None, :]) & (slot[..., None] < slots)).any(-2)
     rank = jnp.cumsum(hit, -1, dtype=jnp.int32)
     nth = lax.broadcasted_iota(jnp.int32, (*slot.shape[:-1], min(n, hit.shape[-1])), slot.ndim - 1)
-    found = (rank[..., None, :] <= nth[..., None]).sum(-1, dtype=jnp.int32)  # tiles before the one of that rank
+    found = (rank[..., None, :] <= nth[..., None]).sum(-1, dtype=jnp.int32)  # index of the tile of each rank
     last = jnp.where(hit, every, 0).max(-1, keepdims=True)
     return jnp.minimum(found, last), jnp.maximum(rank[..., -1].max(), 1)
 
@@ -98,14 +107,14 @@ def _kernel(heads: int, tile: int, tiles: Any, slot: Any, new: Any, x: Any, out:
 
 
 def _bits(x: Array) -> Array:
-    """i32 of numbers of at most 32 bits: of floats as they are stored."""
-    if x.dtype == jnp.bfloat16:  # the upper half of a float32, and so of its bits
+    """View numbers of at most 32 bits as i32; floats keep their bits."""
+    if x.dtype == jnp.bfloat16:  # bfloat16 is the upper half of a float32
         return lax.shift_right_logical(lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), 16)
     return lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.float32 else x.astype(jnp.int32)
 
 
 def _floats(x: Array, dtype: Any) -> Array:
-    """Numbers of a dtype from their bits i32."""
+    """Convert bits i32 back to numbers of a dtype, the inverse of `_bits`."""
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(x << 16, jnp.float32).astype(jnp.bfloat16)
     return lax.bitcast_convert_type(x, jnp.float32) if dtype == jnp.float32 else x.astype(dtype)

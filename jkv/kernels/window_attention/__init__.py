@@ -1,14 +1,21 @@
-"""Attention of a few new tokens over a window of exact ones, into which the newest comes.
+"""Decode attention over the recent window of unquantized tokens, optionally appending the newest token.
 
-Every implementation has two functions:
+Every implementation has two functions. `attention` returns a Partial:
 
-`attention` returns a Partial of q f[B,H,G,T,D], rotated, over k, v f[B,H,R,D] at pos i32[B,R], -1 dead; first, last
-i32[B,T]: the positions that a query may see, last its own, or -1: it is dead; scale of the logits.
+    q      f[B,H,G,T,D]   rotated queries
+    k, v   f[B,H,R,D]     keys and values of the window
+    pos    i32[B,R]       positions of the slots, -1 for dead ones
+    first  i32[B,T]       first position that a query sees
+    last   i32[B,T]       last position that a query sees, its own; -1 for dead queries
+    scale  float          factor of the logits
 
-`entered` returns a Partial, and the keys and values that it is over: before any query reads, new_k, new_v f[B,H,1,D]
-come into slot `at` i32[] of those that are given, in their memory. put i32[B,R]: positions of tokens that came so, this
-one's too, -1 elsewhere: a slot has the larger one of pos and put.
+`entered` first writes one token into the window in place, and returns a Partial and the updated k, v:
 
-Dead slots may hold anything: a mask selects, it never multiplies. A query that sees no key gives m = -inf, l = 0,
+    new_k, new_v  f[B,H,1,D]   key and value of the token
+    at            i32[]        its slot
+    put           i32[B,R]     positions of tokens written this way, this one included, -1 elsewhere; the position of a
+                               slot is the larger one of pos and put
+
+Dead slots may hold anything, because masks select and never multiply. A query that sees no key gives m = -inf, l = 0,
 acc = 0.
 """

@@ -1,7 +1,7 @@
-"""Pallas Mosaic GPU (Hopper): one program attends a kv head's window, and writes what enters it where it lies.
+"""Hopper kernel (Pallas Mosaic GPU): one program attends to one kv head's window, and writes the new token in place.
 
-The product of the tensor cores has 64 rows. Those of a program are queries, of which a step has a few: what the others
-are is never written. A window is one tile of 64 slots, or a few; what is copied from behind its end is masked.
+Tensor cores multiply 64 rows. A program uses only a few of them, its queries, and discards the others. A window is one
+tile of 64 slots, or a few; entries copied from beyond its end are masked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ from jkv.kernels.decode_attention.gpu_tile import ROW, Ops, Ref, columns, f32, i
 from jkv.kernels.prefill_attention.gpu import LOG2E, UNSEEN, supports
 
 __all__ = ["attention", "entered", "supports"]
-TILE = 64  # slots of a tile, and query rows of a program
-WIDE = 128  # channels that go through registers, or wait to be written, together
+TILE = 64  # slots per tile, and query rows per program
+WIDE = 128  # channels that are held in registers, or buffered for writing, at a time
 
 
 def attention(
     q: Array, k: Array, v: Array, pos: Array, first: Array, last: Array, scale: float, *, interpret: Any = None
 ) -> Partial:
-    """See the package; `interpret` takes the interpreter's parameters. Raises ValueError for what `supports` names."""
+    """Compute attention, as the package describes.
+
+    Args:
+        interpret: Parameters of the Pallas interpreter; None to compile for the GPU.
+
+    Raises:
+        ValueError: `supports` names the reason.
+    """
     return attended(q, flat(k), flat(v), [], [pos], first, last, scale, interpret)
 
 
@@ -48,15 +55,15 @@ def entered(
     *,
     interpret: Any = None,
 ) -> tuple[Partial, Array, Array]:
-    """The same."""
+    """Append one token to the window and compute attention, as the package describes; arguments as in `attention`."""
     keys, values = (jax.new_ref(flat(x), memory_space=plgpu.GMEM) for x in (k, v))  # the kernel writes into them
-    new = query_rows(jnp.concatenate([new_k, new_v], 2)[:, :, None], TILE)  # of q's shape: one fusion makes both
+    new = query_rows(jnp.concatenate([new_k, new_v], 2)[:, :, None], TILE)  # same form as q: one fusion
     part = attended(q, keys, values, [new, at.reshape(1)], [pos, put], first, last, scale, interpret)
     return part, jax.freeze(keys).reshape(k.shape), jax.freeze(values).reshape(v.shape)
 
 
 def flat(x: Array) -> Array:
-    """[B,H,n,D] -> [B*H*n,D]."""
+    """Reshape [B,H,n,D] to [B*H*n,D]."""
     return x.reshape(-1, x.shape[3])
 
 
@@ -71,7 +78,12 @@ def attended(
     scale: float,
     interpret: Any,
 ) -> Partial:
-    """Over k, v [B*H*R,D], arrays or refs; entering: as of `program`; places: i32[B,R], of which the largest counts."""
+    """Attend to k, v [B*H*R,D], which are arrays or refs.
+
+    Args:
+        entering: The new token, as in `program`; empty for none.
+        places: Positions i32[B,R]; the largest one of a slot counts.
+    """
     b, h, g, _, d = q.shape
     if (why := supports(k.dtype, d, g)) is not None:
         raise ValueError(f"the gpu kernel of window_attention does not take {why}")
@@ -85,7 +97,7 @@ def attended(
 
 
 def kernel(shape: tuple[int, ...], dtype: Any, places: int, scale: float, ops: Ops, interpret: Any) -> Any:
-    """The compiled function of `program` over heads and chunks of query rows; shape: B, H, chunks, r, D."""
+    """Build the kernel call of `program` over heads and chunks of query rows; shape: B, H, chunks, r, D."""
     b, h, chunks, r, d = shape
     layout = operand(d, dtype)
     memory: dict[str, Any] = dict(
@@ -97,7 +109,7 @@ def kernel(shape: tuple[int, ...], dtype: Any, places: int, scale: float, ops: O
         asked=plgpu.Barrier(),
         arrived=plgpu.Barrier(num_arrivals=2 + places),
     )
-    return pl.kernel(  # plgpu.kernel takes no refs
+    return pl.kernel(  # plgpu.kernel does not accept refs
         lambda *refs: pl.run_scoped(functools.partial(program, h, scale * LOG2E, ops, *refs), **memory),
         out_type=tuple(jax.ShapeDtypeStruct((b * h, chunks, r, *x), f32) for x in ((d,), (), ())),
         mesh=plgpu.Mesh(grid=(b * h, chunks), grid_names=("head", "chunk")),
@@ -114,8 +126,13 @@ def program(
     found_s: list[Ref], operands_s: list[Ref], places_s: list[Ref], part_s: Ref, sums_s: list[Ref],
     asked: Ref, arrived: Ref,
 ) -> None:  # fmt: skip
-    """places: i32[B*R] each; sides: keys and values [B*H*R,D]; entering: a key and a value, the first rows of
-    [B*H,1,8,D], and i32[1], the slot into which they come; or nothing."""
+    """Attend one chunk of query rows to one head's window.
+
+    Args:
+        places_g: Arrays of positions i32[B*R]; the largest one of a slot counts.
+        sides_g: Keys and values [B*H*R,D].
+        entering_g: The new key and value, the first rows of [B*H,1,8,D], and their slot i32[1]; empty for none.
+    """
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     row = lax.div(head, h)
     r, d, slots = *q_g.shape[2:], places_g[0].shape[0] // bounds_g.shape[0]
@@ -135,11 +152,12 @@ def program(
     def tile(i: Any, state: Any) -> Any:
         m, l, acc = state  # noqa: E741
         start = i * TILE
-        for source, target in zip(places_g, places_s, strict=True):  # of one line: a row need not be aligned
+        for source, target in zip(places_g, places_s, strict=True):  # flat arrays, because a row need not be aligned
             plgpu.copy_gmem_to_smem(source.at[pl.ds(row * slots + start, TILE)], target, arrived)
         for source, target in zip(sides_g, found_s, strict=True):
             plgpu.copy_gmem_to_smem(source.at[pl.ds(head * slots + start, TILE)], target, arrived)
         plgpu.barrier_wait(arrived)
+        # Zero dead entries, insert the new token, and store the tile as operands.
         slot = ops.index(of_part, 0) + start
         alive = (rows(place(ops.row), of_part) >= 0) & (slot < slots)
         for side, (source, target) in enumerate(zip(found_s, (k_s, v_s), strict=True)):
@@ -149,24 +167,28 @@ def program(
                     x = jnp.where(slot == at, columns(new(side, part), of_part), x)
                 target.at[:, part][...] = jnp.where(alive, x, jnp.zeros_like(x))
         plgpu.commit_smem()
+        # Masked logits.
         s = ops.matmul(([q_s], [k_s]))[0]
         where = columns(place(ops.column), of_logits)
         see = (where >= rows(first, of_logits)) & (where <= rows(last, of_logits))
         s = jnp.where(see & (ops.index(of_logits, 1) + start < slots), s, -jnp.inf)
+        # Online softmax.
         top = jnp.maximum(m, s.max(1) * scale)
         fade = jnp.exp2(m - top)
         p = jnp.exp2(s * scale - rows(top, s.shape))
         acc = ops.add(acc * rows(fade, acc.shape), p.astype(k_s.dtype), v_s)
-        plgpu.commit_smem()  # all have read the tile: only now may a copy overwrite it
+        plgpu.commit_smem()  # all reads of the tile must finish before a copy overwrites it
         return top, l * fade + p.sum(1), acc
 
     plgpu.barrier_wait(asked)
     none = [ops.place(jnp.full((TILE,), x, f32), ROW) for x in (UNSEEN, 0)]
     m, l, acc = lax.fori_loop(0, -(-slots // TILE), tile, (*none, ops.full((TILE, d), 0)))  # noqa: E741
+    # Write the new token into the window.
     if entering_g:
         for side, target in enumerate(sides_g):
             for part in parts.values():
                 target.at[head * slots + at, part][...] = new(side, part)
+    # Write the partial result through shared memory, only the first r rows.
     for target, x in zip(sums_s, (m, l), strict=True):
         target[...] = x
     for i, part in parts.items():

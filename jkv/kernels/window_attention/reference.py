@@ -1,4 +1,4 @@
-"""The oracle: a window is a prompt's keys, and what enters it is put there first."""
+"""Reference implementation: write the new token, then use prefill attention's reference."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def entered(
     last: Array,
     scale: float,
 ) -> tuple[Partial, Array, Array]:
-    """See the package; in q's dtype, float64 where jax allows it."""
+    """Append and compute attention, as the package describes, in q's dtype (float64 if jax enables it)."""
     k, v = (jax.lax.dynamic_update_slice_in_dim(x, new, at, 2) for x, new in ((k, new_k), (v, new_v)))
     return attention(q, k, v, jnp.maximum(pos, put), first, last, scale), k, v

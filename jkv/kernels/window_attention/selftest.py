@@ -1,7 +1,8 @@
-"""Does the kernel compute what it should, here? `python -m jkv.kernels.window_attention.selftest` on the accelerator.
+"""Self-test of the kernel on this accelerator: `python -m jkv.kernels.window_attention.selftest`.
 
-Windows of several sizes, part of them empty, with NaN in all that is dead, against float64 in numpy; the bound is
-decode attention's: what rounding explains. A second run must give the same bits, and so must what enters.
+It runs windows of several sizes, partly empty, with NaN in all dead slots, and compares with float64 numpy. The bound
+is decode attention's, the expected rounding error. A second run must give the same bits, and appended tokens must be
+stored exactly.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from jkv.protocols import KernelCodes
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Rows of a batch: the first is whole, others end earlier, hold dead slots, and their slots are in another order.
+    """A test case: the first row has no dead slots; the others end earlier, have dead slots, and are shuffled.
 
-    enters: the newest token is put into the slot behind those of the first row, which it does not fill.
+    With `enters` the newest token is appended after the slots of the first row, which leave the window partly empty.
     """
 
     floats: str = "bfloat16"
     dim: int = 128
-    group: int = 4  # query heads of a kv head
-    new: int = 1  # query tokens, each sees those before it
+    group: int = 4  # query heads per kv head
+    new: int = 1  # query tokens; each sees the ones before it
     slots: int = 32
     rows: int = 2
-    window: int = 0  # positions that a query sees; 0: all up to its own
+    window: int = 0  # sliding window in positions; 0: all up to the query's own
     enters: bool = True
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every width and number of rows, then every edge on one of them."""
+    """Yield cases of every head dimension and number of rows, then all edge cases on one of them."""
     for dim in (64, 128, 256):
         yield from (Case(dim=dim, group=group, rows=rows) for group, rows in ((1, 1), (4, 2), (7, 8), (32, 1)))
     base = Case()
@@ -59,15 +60,15 @@ def cases() -> Iterator[Case]:
 
 
 def problem(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The arguments of a kernel, in numpy."""
+    """Return the kernel's arguments for a case, in numpy."""
     rng, (b, h), n = np.random.default_rng(seed), (case.rows, 2), case.slots
-    at = n - 1 - n // 4  # slots behind it are empty
+    at = n - 1 - n // 4  # slots after it are empty
     pos = np.where(np.arange(n) < at, 100 + np.arange(n), -1)[None].repeat(b, 0)
     for row in range(1, b):
         pos[row, :at] = rng.permutation(pos[row, :at])
         pos[row, rng.random(n) < row / b / 2] = -1
     put = np.full((b, n), -1)
-    put[:, at] = np.where(np.arange(b) % 3 == 2, -1, 100 + at)  # some rows pause
+    put[:, at] = np.where(np.arange(b) % 3 == 2, -1, 100 + at)  # some rows do not append
     newest = np.where(np.arange(b) % 3 == 2, -1, 100 + at - 1 + case.enters)
     last = np.maximum(newest[:, None] - np.arange(case.new)[::-1], -1)
     first = np.maximum(last - case.window + 1, 0) if case.window else last & 0
@@ -88,7 +89,7 @@ def problem(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 def after(p: dict[str, Any]) -> dict[str, Any]:
-    """The window of a problem once what enters it is there."""
+    """Return the problem with the new token written into the window."""
     if "at" not in p:
         return p
     k, v = p["k"].copy(), p["v"].copy()
@@ -97,13 +98,20 @@ def after(p: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
-    """Of the operands of K @ q, and of V @ p."""
+    """Return the relative rounding error of the operands of K @ q and of V @ p."""
     return EXACT, EXACT if kernel == "xla" else ROUNDING.get(case.floats, EXACT)
 
 
 def run(case: Case, kernel: str, module: Any, seed: int = 0, again: bool = False) -> tuple[bool, str]:
-    """Is it right for a random problem, and the worst error beside its bound; module: has both functions; again: and a
-    second time, bit by bit."""
+    """Check a kernel on a random problem.
+
+    Args:
+        module: Kernel module with both functions.
+        again: Whether a second run must give the same bits.
+
+    Returns:
+        Whether the result is right, and the worst error with its bound.
+    """
     p = problem(case, seed)
     scale, arrays = p["scale"], {name: jnp.asarray(x) for name, x in p.items() if name != "scale"}
     if kernel == "xla":  # the reference, in float32
@@ -122,7 +130,7 @@ def run(case: Case, kernel: str, module: Any, seed: int = 0, again: bool = False
 
 
 def verdicts(kernel: str, every: Iterable[Case], seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Of each case "ok", "WRONG" or "refused", and a line about it; kernel "xla": of the reference."""
+    """Yield ("ok", "WRONG" or "refused", description) for each case; kernel "xla" checks the reference."""
     module = kernels.implementation("window_attention", "reference" if kernel == "xla" else kernel)
     for case in every:
         why = None if kernel == "xla" else module.supports(jnp.dtype(case.floats), case.dim, case.group)

@@ -56,7 +56,7 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     def stream(params, cache, prompt, **options):
         seen.update(options, cache=cache, prompt=prompt)
         yield "a"
-        return type("Out", (), {"report": "receipt"})
+        return type("Out", (), {"receipt": "receipt"})
 
     monkeypatch.setattr(jkv, "stream", stream)
     flags = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 3"
@@ -75,7 +75,7 @@ def test_a_template_is_told_what_is_given(tiny, monkeypatch):
 
     def stream(params, cache, prompt, **options):
         yield said.append(params.tokenizer.chat(prompt)) or ""
-        return type("Out", (), {"report": "receipt"})
+        return type("Out", (), {"receipt": "receipt"})
 
     monkeypatch.setattr(jkv, "stream", stream)
     for value in ('{"enable_thinking": false}', "{}"):

@@ -32,7 +32,7 @@ def test_one_pass_says_what_steps_say(params):
 def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
     alone, other = LayerTexts(PARAMS, IDS, PREFIX), parse("snapkv(keep=0.25, window=16, recent=16) | int4")
     want, said = np.array(sweep(PARAMS, alone.cache(other), IDS)) * SHARE, []
-    got = alone.swapped(parse("full"), other, said.append)
+    got = alone.swapped(parse("full(sinks=1)"), other, said.append)
     assert got.shape == (PARAMS.config.layers, len(IDS)) and said == [f"layer {i + 1}" for i in range(len(got))]
     np.testing.assert_allclose(got.mean(1), want, rtol=0.02)
     assert want.min() > 1e-4 and (want.max() - want.min()) / want.max() > 0.1

@@ -103,7 +103,7 @@ for hf in (models.TINY, dict(models.TINY, model_type="bamba", num_hidden_layers=
     params = models.random(hf)
     said = {fingerprint(params)}
     for text in ("model=2", "data=2,model=2,context=2", "data=8"):
-        over = sharding.named(text, jax.devices(), params.config)
+        over = sharding.parse_mesh(text, jax.devices(), params.config)
         said.add(fingerprint(jax.device_put(params, sharding.of_params(params, over))))
     print(*said)
 """

@@ -180,6 +180,7 @@ def test_a_model_is_built_with_the_head_that_its_checkpoint_has(tensors):
 @pytest.mark.peers
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_a_tied_config_beside_an_own_head_is_read_as_transformers_reads_it(case):
+    pytest.importorskip("torch")
     hf = CASES[case] | {"tie_word_embeddings": True}
     tensors = weights(hf, 0)
     tensors["lm_head.weight"] = np.roll(tensors["model.embed_tokens.weight"], 1, 0)

@@ -200,7 +200,7 @@ ids, pos = jnp.arange(12).reshape(2, 6), jnp.arange(6)[None].repeat(2, 0)
 for name in ("gpt_oss", "mixtral"):
     tensors = {n: (lambda x=x: x) for n, x in weights(CASES[name], 0).items()}
     whole = models.build(CASES[name], tensors, jnp.float32)
-    over = sharding.named("data=2,model=2", jax.devices(), whole.config)
+    over = sharding.parse_mesh("data=2,model=2", jax.devices(), whole.config)
     parts = models.build(CASES[name], tensors, jnp.float32, sharding.placing(over))
     with jax.set_mesh(over):
         program = jax.jit(models.forward).lower(parts, ids, pos).compile()

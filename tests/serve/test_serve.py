@@ -264,7 +264,7 @@ def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
             store.reused += found  # noqa: B023
 
         seats: Any = SimpleNamespace(
-            running=SimpleNamespace(admit=admit, shapes=SimpleNamespace(bucket=LIMITS)), tickets={}
+            running=SimpleNamespace(admit=admit, stop_ids=(), shapes=SimpleNamespace(bucket=LIMITS)), tickets={}
         )
         ticket = Ticket(Request(line=1, id=1, tokens=prompt, settings=SamplingParams()), parse("full"), lambda _: None)
         engine._enter(seats, ticket)

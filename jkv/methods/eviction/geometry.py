@@ -21,7 +21,7 @@ def passing(ev: Evidence) -> Array:
     if not (ev.tiers and n):
         return pos
     gap = pos[:, n : n + 1] != pos[:, n - 1 : n] + 1
-    return jnp.where((jnp.arange(pos.shape[1]) < n) & gap, -1, pos)
+    return jnp.where((jnp.arange(pos.shape[1])[None] < n) & gap, -1, pos)
 
 
 def blocked(pos: Array, width: int, first: int) -> tuple[Array, Array, Array]:

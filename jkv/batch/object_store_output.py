@@ -229,7 +229,7 @@ class Parts:
 def once(found: Sequence[OutputRow]) -> list[int]:
     """Return the indices of rows without duplicates of a line; an answer is preferred to a failure.
 
-    >>> once([Written(1, "a", None), Written(2, "b", None), Written(1, "a", (3, 2))])
+    >>> once([OutputRow(1, "a", None), OutputRow(2, "b", None), OutputRow(1, "a", (3, 2))])
     [2, 1]
     """
     best: dict[tuple[int, str], int] = {}

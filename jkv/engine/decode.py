@@ -135,7 +135,9 @@ class Slots:
         self.state = self.cost.run(admit, self.state, rows, filled.logits, used, slots)
         for slot, row, tokens in zip(free, filled.rows, drawn, strict=True):
             self.slots[slot], self.of[slot] = (row, tokens), self.newest
-            self.checkers[slot] = StopChecker(self.params.tokenizer, row.settings.stop, self.stop_ids, row.new)
+            stop = row.settings.stop
+            tokenizer = self.params.tokenizer if stop else None  # without stop strings no token is decoded on its own
+            self.checkers[slot] = StopChecker(tokenizer, stop, self.stop_ids, row.new)
         # Free slots sample with default settings.
         nobody = SamplingParams()
         requests = [x[0] if x else None for x in self.slots]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jkv.io.errors import FormatError
+from jkv.utils.files import sync
 
 if TYPE_CHECKING:
     from jax import Array
@@ -52,7 +53,7 @@ def write(path: str | Path, arrays: Mapping[str, Array | np.ndarray], meta: dict
         mode = temporary.stat().st_mode  # permissions of new files under the user's umask
         save_file(plain, temporary, metadata={_KEY: header})
         temporary.chmod(mode)  # save_file makes the file readable by its owner only
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
     except (SafetensorError, OSError) as error:
         raise OSError(f"cannot write {target}: {error}; free space there or choose another folder") from error
@@ -69,11 +70,6 @@ def _plain(name: str, array: Any) -> np.ndarray:
     if plain.dtype.name not in _DTYPES:
         raise ValueError(f"array {name!r} has type {plain.dtype}; a checkpoint can hold {', '.join(sorted(_DTYPES))}")
     return plain.astype(plain.dtype.newbyteorder("<")) if plain.dtype.byteorder == ">" else plain
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def digest(arrays: Mapping[str, np.ndarray], meta: Any = None) -> str:

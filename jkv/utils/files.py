@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk; a file's own fsync does not cover its name."""
-    file = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk; a file's own fsync does not cover its name."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

@@ -302,7 +302,7 @@ def test_a_full_disk_keeps_what_it_can(
         written_before.append(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(array_file, "_sync", sync)
+        patch.setattr(array_file, "sync", sync)
         report = run(task, after(1), nothing)
     assert report.stopped and report.suspended == 1
     said = capsys.readouterr().err

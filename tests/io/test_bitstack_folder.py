@@ -163,7 +163,7 @@ def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
 
 def test_a_failed_write_leaves_what_was_there(folder: bitstack.Folder, monkeypatch: pytest.MonkeyPatch):
     before = folder.blocks((0, "o"))
-    monkeypatch.setattr(array_file, "_sync", lambda path: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(array_file, "sync", lambda path: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         folder.write((0, "o"), (before[0] ^ 255, *before[1:]))
     np.testing.assert_array_equal(folder.blocks((0, "o"))[0], before[0])

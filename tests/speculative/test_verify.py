@@ -137,7 +137,7 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
     """Two rows, of unlike lengths, which advance together: one is greedy, one drawn."""
     state = begun(case.tight, "either", case.params, PROMPT)
     if refused(case):
-        with pytest.raises(ValueError, match="draft= .*leave draft= out"):
+        with pytest.raises(ValueError, match="drafter= .*leave drafter= out"):
             draft_model.check(case.params, state.cache)
         return
     draft_model.check(case.params, case.config)

@@ -62,7 +62,7 @@ def found(store: jkv.PrefixCache, cache: str, prompt: list[int]) -> int:
     return store.reused - before
 
 
-@pytest.mark.parametrize(("cache", "there"), [("full", 224), pytest.param(SNAP, 128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cache", "there"), [("full", 224), pytest.param(SNAP, 64, marks=pytest.mark.slow)])
 def test_the_next_turn_finds_the_answer_where_the_cache_had_it_as_it_was(tmp_path: Path, cache: str, there: int):
     """129 tokens and 100 of an answer, for every cache; a turn that leaves the answer has what is before that."""
     store, how = jkv.PrefixCache(tmp_path), dict(max_new_tokens=100, stop_ids=())

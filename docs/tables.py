@@ -21,7 +21,7 @@ from jkv.eval.pareto import wilson
 from jkv.generation.receipt import moved_bytes
 from jkv.methods.selection.attention_predictor import Forecast, Linear
 from jkv.methods.selection.proxy_keys import Channels, Proxies
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 ROOT = Path(__file__).parent.parent
 LEARNED = ROOT / "jkv" / "methods" / "weights"
@@ -580,7 +580,7 @@ def moves() -> list[str]:
             pairs, directions = (model.layers, model.heads, model.head_dim // 2), (model.head_dim, model.head_dim // 4)
             known = Channels(agreement=jnp.ones(pairs), skew=jnp.ones((*pairs[:2], *directions)))
             config = replace(config, select=replace(config.select, known=known))
-        cache = allocation.shaped(config, model, 1, 131072, 256, jnp.bfloat16)
+        cache = CacheShape(config, model, 1, 131072, 256, jnp.bfloat16).shapes()
         device, host, moved = cache.nbytes - cache.on_host, cache.on_host, moved_bytes(cache)
         cells = f"{device / 2**30:.2f}", f"{host / 2**30:.2f}", f"{moved / 2**20:,.0f}", f"{1e3 * moved / PCIE:,.1f}"
         out.append(line(code(text), *cells))

@@ -14,7 +14,7 @@ from jkv.cache.cache import tree_bytes
 from jkv.eval import corpora
 from jkv.eval.layer_cost import LayerTexts
 from jkv.io.fingerprint import fingerprint
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.training.resumable_search import Measured
 
 PREFIX, AFTER, TEXTS = 512, 128, 6
@@ -34,7 +34,7 @@ for source in sys.argv[1:] or ("pydoc:test", "stdlib:test"):
     alone, found = LayerTexts(params, ids, PREFIX), {}
     for text in (PLAN, *UNIFORM):
         config = parse(text).bound(params)
-        size = tree_bytes(layout(config, params.config, 1, PREFIX + AFTER, 0, jnp.float32)[1])
+        size = tree_bytes(CacheShape(config, params.config, 1, PREFIX + AFTER, 0, jnp.float32).layout()[1])
         found[text] = kept(f"{source}: {text}, {size:,} bytes", partial(alone, config))
         less = found[text] - found[PLAN]
         error = less.std(ddof=1) / TEXTS**0.5

@@ -20,7 +20,7 @@ from jkv.cache.cache import tree_bytes
 from jkv.core import sampling
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import Decoding, prefill_own, run_block
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import stop_ids_of
 
 PROMPT, NEW = 8128, 64
@@ -32,7 +32,7 @@ def measured(params: Any, cache: str) -> dict[str, int]:
     config, model = jkv.parse(cache).bound(params), params.config
 
     def start() -> Decoding:
-        own = empty(config, model, 1, PROMPT + NEW, NEW, params.embed.dtype)
+        own = CacheShape(config, model, 1, PROMPT + NEW, NEW, params.embed.dtype).empty()
         return Decoding.start(own, jnp.zeros((1, model.vocab), jnp.float32), NEW, None)
 
     state = jax.eval_shape(start)

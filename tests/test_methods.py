@@ -3,6 +3,7 @@
 import inspect
 import re
 import runpy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from jkv.generation import receipt
 from jkv.methods import CATALOGUE, pairs, parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import resolve
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import reaching
 from jkv.protocols import LayerSize, Sizes
 from support import rig
@@ -152,11 +153,11 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
     params = replace(rig.PARAMS, config=model)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     once = partial(prefill_own, fresh=True)
-    held = partial(empty, model=model, rows=1, longest=length + 40, new=40, dtype=jnp.float32)
-    if not config.prefill.defers:
-        cache, _ = jax.eval_shape(once, params, held(config), ids)
+    shape = CacheShape(config, model, 1, length + 40, 40, jnp.float32)
+    if not config.prefill.traits.defers:
+        cache, _ = jax.eval_shape(once, params, shape.empty(), ids)
     else:
-        full = empty(config.uncompressed(length), model, 1, length, 0, jnp.float32)
+        full = CacheShape(config.uncompressed(length), model, 1, length, 0, jnp.float32).empty()
         full, _ = jax.eval_shape(once, params, full, ids)
         by = config.prefill.probe
         for part in by.texts(params, [[5] * 300], lambda *_: [[7] * 40]) if by else ():
@@ -164,11 +165,20 @@ def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(
             full = jax.eval_shape(probe, params, full, *given, by)
         if config.budget.statistic:
             jax.eval_shape(partial(statistics, ranks=config.budget.statistic == "ranks"), full)
-            held = partial(held, sizes=Sizes(layers=(LayerSize(tokens=512, first=(0, 0)),) * L))
-        cache = jax.eval_shape(compress, held(config), full)
+            shape = replace(shape, sizes=Sizes(layers=(LayerSize(tokens=512, first=(0, 0)),) * L))
+        cache = jax.eval_shape(compress, shape.empty(), full)
     if config.splits:
         cache, _ = jax.eval_shape(prefill_own, params, cache, ids)
-    assert jax.tree.structure(cache) == jax.tree.structure(held(config))
+    assert jax.tree.structure(cache) == jax.tree.structure(shape.empty())
+
+
+def test_a_config_can_chunk_where_check_accepts_chunks():
+    for case in rig.ALL:
+        config, model = case.config.bound(case.params), case.params.config
+        check(config, model)
+        refused = pytest.raises(ValueError, match="chunk=64|in one piece")
+        with nullcontext() if config.can_chunk else refused:
+            check(config, model, 64)
 
 
 @pytest.mark.slow  # some 150 prompts are traced
@@ -186,8 +196,8 @@ def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
         except ValueError as refused:
             assert re.search(f"({argument.name}|block|bits|mantissa)'?[=:] ?[01]|the 1 of", str(refused)), refused
             continue
-        held = config.uncompressed(300) if config.prefill.defers else config
-        cache = empty(held, MODEL, 1, 400, 100, jnp.float32)
+        held = config.uncompressed(300) if config.prefill.traits.defers else config
+        cache = CacheShape(held, MODEL, 1, 400, 100, jnp.float32).empty()
         ids = jax.ShapeDtypeStruct((1, 300), jnp.int32)
         after, _ = jax.eval_shape(partial(prefill_own, fresh=True), rig.PARAMS, cache, ids)
         assert jax.tree.structure(after) == jax.tree.structure(cache) and len(plan) == L

@@ -25,7 +25,7 @@ from jkv.methods import compatibility
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.models.weights.quantize import Form, check_divided
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.chunking import Chunks, chosen, gib, spare
 
 NEW = 256  # generated tokens
@@ -243,7 +243,7 @@ def _shapes(job: Job, target: Target) -> tuple[Any, int]:
 
     def shapes(kernels: str) -> Any:
         config = replace(divided, kernels=kernels)
-        return jax.eval_shape(lambda: allocation.empty(config, job.model, job.batch, job.context, new, job.dtype))
+        return jax.eval_shape(CacheShape(config, job.model, job.batch, job.context, new, job.dtype).empty)
 
     try:
         own = shapes(target.kernels)

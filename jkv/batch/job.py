@@ -25,7 +25,7 @@ from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.store import PrefixCache
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import reaching
 from jkv.speculative.build import build_batch_drafter
 from jkv.speculative.draft_model import check
@@ -132,7 +132,7 @@ class Job:
             return None
         longest, new, config = max(len(r.tokens) + r.new for r in rows), max(r.new for r in rows), self.divided
         model = reaching(self.params.config, longest) if config.unlimited else self.params.config
-        plan, _ = layout(config, model, 1, longest, new, self.params.embed.dtype)
+        plan, _ = CacheShape(config, model, 1, longest, new, self.params.embed.dtype).layout()
         divides = bool(plan) and all(layer.divides for layer in plan)
         return Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks) if divides else None
 

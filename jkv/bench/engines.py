@@ -20,7 +20,7 @@ from jkv.core.compilation import Compiled, compiled
 from jkv.io.load import read
 from jkv.io.model_source import Source
 from jkv.models import Params
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import reaching
 
 Trial = Callable[[], float]  # runs once, returns milliseconds per token or prompt
@@ -41,7 +41,7 @@ class Jkv:
         self.sampling = sampling.make(rows, c.vocab, seeds=(0,) * rows, stop_ids=())
 
     def empty(self, longest: int, new: int) -> Any:
-        return allocation.empty(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype)
+        return CacheShape(self.config, self.params.config, self.rows, longest, new, self.params.embed.dtype).empty()
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """Return next-token logits f32[B,V] after prompts."""

@@ -164,7 +164,7 @@ class LayerView:
         block: decode steps between two flushes.
         unit: tokens that are kept or evicted together.
         window: width of the model's sliding window, None for full attention.
-        coded: prompt queries attend to keys and values as they will be stored (`Prefill.coded`).
+        coded: prompt queries attend to keys and values as they will be stored (`PrefillTraits.coded`).
         kernels: allowed kernels.
     """
 

@@ -19,6 +19,7 @@ from jkv.core.sharding import MeshPlan
 from jkv.engine.spec import Shapes
 from jkv.generation.sampling_params import SamplingParams
 from jkv.models import Params
+from jkv.prompts.prefill import prefill_step
 from jkv.prompts.tokenization import stop_ids_of
 from jkv.speculative.draft_length import NODES
 from jkv.speculative.verify import Draft, verify
@@ -58,8 +59,8 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
         lambda: shapes.sampling([SamplingParams()] * shapes.rows, [0] * shapes.rows, stop_ids_of(params))
     )
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    chunk = shapes.bucket.chunk
-    ids = shape((shapes.several, chunk or shapes.bucket.length))
+    width, fresh = prefill_step(shapes.bucket.length, shapes.bucket.chunk)
+    ids = shape((shapes.several, width))
     # On one device, compile block, verify pass and prefill from shapes.
     if over is None:
         block, prefill = Cost(runs=False), Cost(runs=False)
@@ -68,12 +69,12 @@ def needed(params: Params, shapes: Shapes, over: MeshPlan | None) -> int:
             nodes = jnp.zeros((shapes.rows, NODES), jnp.int32)
             draft = jax.eval_shape(lambda: Draft(ids=nodes, parent=nodes))
             block.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
-        prefill.begin(prefill_own, params, blank, ids, fresh=not chunk)
+        prefill.begin(prefill_own, params, blank, ids, fresh=fresh)
         held = tree_bytes(state) + (tree_bytes(jax.eval_shape(shapes.heads)) if shapes.bucket.shared else 0)
         return max(block.peak, held + prefill.peak)
     # On a mesh, compile each program whole and count its shards.
     block, _ = compiled(run_blocks.whole, params, state, draws, shape(()), over=over)
-    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=not chunk)
+    prefill, _ = compiled(prefill_own.whole, params, blank, ids, over=over, fresh=fresh)
 
     def here(tree: Any) -> int:
         return bytes_of(tree, over.shardings(tree))

@@ -20,9 +20,9 @@ from jkv.engine.request import Request
 from jkv.engine.scheduler import Wave
 from jkv.engine.spec import Shapes
 from jkv.models import Params
-from jkv.prefix_cache.prefix import tail
 from jkv.prefix_cache.store import PrefixCache
 from jkv.prefix_cache.stored_prefix import StoredPrefixes
+from jkv.prompts.prefill import prefill_step, run_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Prefilling:
             The tiers of the prefix if the bucket holds each prefix once for all of its rows, else None.
         """
         ids = _padded(heads, self.shapes.together, self.shapes.bucket.first)
-        self.heads, _ = self.cost.run(prefill_own, self.params, self.empty_heads(), ids, fresh=True)
+        self.heads, _ = run_prefill(self.cost, self.params, self.empty_heads(), ids)
         ran = sum(map(len, heads))
         self.prefilled, self.saved = self.prefilled + ran, self.saved - ran
         return self.cost.run(begin, self.empty_held(), self.heads) if self.shapes.bucket.common else None
@@ -96,14 +96,16 @@ class Prefilling:
         """Prefill a wave into cache rows at the start of a block. Call `lead` first for its shared prefixes."""
         several, ran = self.shapes.several, sum(map(len, wave.tails))
         if self.reads is not None:
-            cache, logits, stored = self.begun(self.reads, wave)
+            rows, empty = [wave.tails[0].tolist()], self.empty_rows()
+            cache, logits, stored = self.reads.prefill(self.params, rows, empty, self.cost)
             ran -= stored
         elif wave.at:
             cache, ids = self.empty_rows(), _padded(wave.tails, several, wave.length)
             index = jnp.asarray([*wave.at, *[0] * (several - len(wave.at))], jnp.int32)
             cache, logits = self.cost.run(prefill_after, self.params, cache, self.heads, index, ids)
         else:
-            cache, logits = self.whole(self.empty_rows(), _padded(wave.tails, several, wave.length))
+            ids = _padded(wave.tails, several, wave.length)
+            cache, logits = run_prefill(self.cost, self.params, self.empty_rows(), ids, self.shapes.bucket.chunk)
         self.prefilled += ran
         self.saved += sum(len(r.tokens) for r in wave.rows) - ran
         return Filled(rows=wave.rows, cache=cache, logits=logits)
@@ -119,32 +121,25 @@ class Prefilling:
         if self.reads is not None:
             self.reads.keep(cache, row, ids, self.cost)
 
-    def whole(self, cache: Cache, ids: Any) -> tuple[Cache, Any]:
-        """Prefill prompts i32[B,T], at once or in chunks.
+    def prepare(self, cost: Cost, cache: Cache) -> tuple[Any, Any]:
+        """Compile the programs that prefill prompts, of which none shares a prefix.
+
+        Args:
+            cost: one that compiles and does not run.
+            cache: shapes of the cache whose answers are stored.
 
         Returns:
-            The cache and the next-token logits f32[B,V].
+            The shapes of cache and logits.
         """
-        chunk, logits = self.shapes.bucket.chunk, None
-        if not 0 < chunk < ids.shape[1]:
-            return self.cost.run(prefill_own, self.params, cache, ids, fresh=True)
-        # Pad on the left to whole chunks.
-        ids = np.pad(np.asarray(ids), ((0, 0), (-ids.shape[1] % chunk, 0)), constant_values=-1)
-        for i in range(0, ids.shape[1], chunk):
-            cache, logits = self.cost.run(prefill_own, self.params, cache, jnp.asarray(ids[:, i : i + chunk]))
-        return cache, logits
-
-    def begun(self, begins: StoredPrefixes, wave: Wave) -> tuple[Cache, Array, int]:
-        """Prefill a wave of one row, starting from its stored prefix.
-
-        Returns:
-            Cache, logits, and the number of prompt tokens that the prefix cache had.
-        """
-        ids = wave.tails[0].tolist()
-        head, n, stored = begins.read(self.params, ids, self.cost, begins.capacity(len(ids)))
-        rest = pad([ids[n:]], tail(len(ids) - n))
-        cache, logits = self.cost.run(prefill_after, self.params, self.empty_rows(), head, None, rest)
-        return cache, logits, stored
+        bucket, made = self.shapes.bucket, None
+        blank = jax.eval_shape(partial(self.shapes.cache, self.shapes.several))
+        if self.reads is not None:
+            return self.reads.prepare(self.params, blank, bucket.length, cost, cache)
+        for width, fresh in dict.fromkeys(prefill_step(n, bucket.chunk) for n in bucket.lengths):
+            ids = jax.ShapeDtypeStruct((self.shapes.several, width), jnp.int32)
+            made = cost.begin(prefill_own, self.params, blank, ids, fresh=fresh)
+        assert made is not None
+        return made
 
 
 def maker(make: Callable[[], Any], cost: Cost) -> Callable[[], Any]:

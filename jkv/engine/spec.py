@@ -13,7 +13,7 @@ from jkv.engine.scheduler import Bucket
 from jkv.generation.sampling_params import DRAWS, SamplingParams
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
-from jkv.prompts.allocation import empty, sized
+from jkv.prompts.allocation import CacheShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,7 @@ class Shapes:
         A budget in bytes is that of one row, so that the tokens a row keeps do not depend on the batch size.
         """
         longest, new = self.bucket.own + self.bucket.new, self.bucket.new
-        sizes = sized(self.config, self.model, 1, longest, new, self.dtype)
-        cache = empty(self.config, self.model, rows, longest, new, self.dtype, sizes)
+        cache = CacheShape(self.config, self.model, rows, longest, new, self.dtype).divide(rows=1).empty()
         if not self.bucket.common:
             return cache
         return replace(cache, common=Common(held=(), of=jnp.full(rows, -1, jnp.int32)))
@@ -67,7 +66,7 @@ class Shapes:
     def heads(self) -> Cache:
         """Make an empty, uncompressed cache for shared prefixes."""
         config, first = self.config.uncompressed(self.bucket.first), self.bucket.first
-        return empty(config, self.model, self.together, first, 0, self.dtype)
+        return CacheShape(config, self.model, self.together, first, 0, self.dtype).empty()
 
     @property
     def beginnings(self) -> int:
@@ -79,7 +78,7 @@ class Shapes:
         """Make an empty cache for one prefix that is held once."""
         unit, sinks = self.config.unit, self.config.num_sinks
         first = sinks + -(-max(self.bucket.first - sinks, 0) // unit) * unit
-        return empty(replace(self.config, recent=0), self.model, 1, first, 0, self.dtype)
+        return CacheShape(replace(self.config, recent=0), self.model, 1, first, 0, self.dtype).empty()
 
     def state(self) -> Decoding:
         """Make a decode state in which no row is alive."""

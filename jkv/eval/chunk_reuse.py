@@ -26,7 +26,7 @@ from jkv.generation.teacher_forcing import Follow
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import ChunkCache, Joins, kind
-from jkv.prefix_cache.prefix import BegunPrompts, PrefixReuse, doubling
+from jkv.prefix_cache.prefix import PrefixReuse, PrefixRunner, doubling
 from jkv.prefix_cache.store import BLOCK, chain
 from jkv.prompts.prefill import prefilled
 
@@ -273,7 +273,7 @@ def quality(
                 read.append((passages.read - before) / len(x.ids))
             # Compare each config after these prefills, one row per policy.
             for config in some if x.counts and number not in done else ():
-                kind = partial(BegunPrompts, begins=partial(Ready, begun))
+                kind = partial(PrefixRunner, begins=partial(Ready, begun))
                 cache, last, *_ = prefilled(params, config, [x.ids] * len(begun), 2 * NEW, 0, kind=kind)
                 run = Follow(params, cache, last, np.asarray([x.follow] * len(begun), np.int32))
                 logits = jnp.concatenate(list(run), 1)

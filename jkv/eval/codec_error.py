@@ -27,7 +27,7 @@ from jkv.methods.prefill.deferred import Coded
 from jkv.methods.quantization import Dense
 from jkv.methods.quantization.rotation import Turned
 from jkv.models import Params, family
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Code, Codec
 
 Side = Literal["keys", "values"]
@@ -193,7 +193,7 @@ class Codecs:
         config = replace(config, recent=0, prefill=Coded())
         check(config, self.params.config)
         config = config.bound(self.params)
-        return empty(config, self.params.config, 1, self.ids.shape[1], 0, self.params.embed.dtype)
+        return CacheShape(config, self.params.config, 1, self.ids.shape[1], 0, self.params.embed.dtype).empty()
 
     def _read(self, cache: Cache, row: np.ndarray, x: Array | None = None, **blocks: int) -> Array:
         return Cost().run(read, self.params, cache, pad([row.tolist()], len(row)), x, **blocks)

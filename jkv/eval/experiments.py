@@ -299,7 +299,7 @@ def attention(s: Setting, ids: np.ndarray, source: str, prefix: int, spared: int
 
     def run(config: Any, _: dict[str, Any]) -> dict[str, Any]:
         shares, tokens = [], []
-        if config.prefill.skips:
+        if config.prefill.traits.skips:
             raise ValueError(
                 f"{config} reads a prompt as fewer tokens, at other places than the full model: their attention cannot "
                 "be compared token by token; jkv eval fidelity and its tasks take it"

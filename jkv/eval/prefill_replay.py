@@ -25,8 +25,8 @@ from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models import layer as block
 from jkv.models.layers.recurrent_state import State, roomy
-from jkv.prompts.allocation import empty
-from jkv.prompts.prefill import Prompts, prefilled
+from jkv.prompts.allocation import CacheShape
+from jkv.prompts.prefill import PrefillRunner, prefilled
 
 LIMIT = 2**30  # bytes of kept forward passes
 
@@ -130,8 +130,8 @@ def projected(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known(Prompts):
-    """Prompts with a known forward pass, for caches whose prefill is dense.
+class Known(PrefillRunner):
+    """A prefill with a known forward pass, for caches whose prefill is dense.
 
     Attributes:
         known: Returns the forward pass, or None if it is not kept.
@@ -139,20 +139,11 @@ class Known(Prompts):
 
     known: Callable[[], Pass] | None = None
 
-    def of(self, rows: list[list[int]]) -> Prompts:
-        return replace(self, rows=rows, known=None)
-
-    def draft(self, params: Params, config: CacheConfig) -> Prompts:
-        return replace(self, params=params, config=config, length=None, then=None, known=None)
-
-    def prefill(self) -> tuple[Cache, Array]:
-        return self._replayed(self.empty()) or super().prefill()
-
-    def dense(self) -> tuple[Cache, Array]:
-        return self._replayed(self.uncompressed()) or super().dense()
+    def fill(self, cache: Cache, chunk: int = 0) -> tuple[Cache, Array]:
+        return self._replayed(cache) or super().fill(cache, chunk)
 
     def _replayed(self, cache: Cache) -> tuple[Cache, Array] | None:
-        alike = self.whole and cache.model is self.params.config
+        alike = self.whole and cache.model is self.params.config and not self.config.prefill.traits.skips
         if self.known is None or not alike or any(p.expires or p.pruning or p.coded for p in cache.plan):
             return None
         known = self.known()
@@ -191,7 +182,7 @@ class Prefills:
         def known() -> Pass:
             if key not in self.passes:
                 plan = CacheConfig(kernels=config.kernels)
-                cache = empty(plan, params.config, len(ids), length, 0, params.embed.dtype)
+                cache = CacheShape(plan, params.config, len(ids), length, 0, params.embed.dtype).empty()
                 self.passes[key] = Cost().run(forward, params, cache, pad(ids.tolist(), length))
             return self.passes[key]
 

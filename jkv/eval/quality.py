@@ -20,7 +20,7 @@ from jkv.generation.receipt import divergence, full_bytes, kept_by_row, tier_bit
 from jkv.generation.teacher_forcing import SLICE, Follow, surprise
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import encode
 from jkv.protocols import Sizes
 
@@ -58,7 +58,10 @@ def measure_usage(params: Params, config: CacheConfig, cache: Cache, count: int 
     if config.budget.statistic:  # keep the sizes that this prompt led to
         sizes = Sizes(layers=tuple(replace(plan.size, beyond=0) for plan in cache.plan))
     config = replace(config.bound(params), block=cache.plan[0].block) if cache.plan else config
-    made = {n: tree_bytes(layout(config, cache.model, 1, n, 0, cache.dtype, sizes)[1]) for n in set(seen.tolist())}
+    made = {
+        n: tree_bytes(CacheShape(config, cache.model, 1, n, 0, cache.dtype, sizes).layout()[1])
+        for n in set(seen.tolist())
+    }
     bits = tier_bits(cache)
     return [
         CacheUsage(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.arrays.x32 import narrow
-from jkv.cache.cache import Cache, Counts
+from jkv.cache.cache import Cache
 from jkv.cache.offload import is_far, settled
 from jkv.core import sharding
 from jkv.io import array_file
@@ -22,7 +22,7 @@ from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods import parse
 from jkv.methods.config import MOST, CacheConfig
 from jkv.models import Params
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.capacity import check_there
 from jkv.prompts.tokenization import reaching
 from jkv.protocols import LayerSize, Sizes
@@ -164,33 +164,21 @@ def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheCo
         dtype = jnp.dtype(meta["dtype"])
         model = reaching(params.config, longest) if config.unlimited else params.config
         sizes = Sizes(layers=tuple(LayerSize(**{k: _tuples(x) for k, x in size.items()}) for size in meta["sizes"]))
-        plan, (layers, states) = layout(config, model, rows, longest, new, dtype, sizes)
+        cache = CacheShape(config, model, rows, longest, new, dtype, sizes).shapes()
     except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         raise FormatError(path, f"its description cannot be used ({type(error).__name__}: {error})", _AGAIN) from error
     # The description is usable. Compare config, trained weights and plan with this process's own.
     if meta["config"] != config.name:
         cause = f"its cache is {meta['config'] or 'of a config without a text'}, not {config}"
         raise FormatError(path, cause, "leave out config=, or prefill the prompt again with it")
-    if meta.get("weights", "") != weights(plan):
+    if meta.get("weights", "") != weights(cache.plan):
         cause = "the weights that its score was trained to are not those of this config"
         raise FormatError(path, cause, "load it with the gate that it was made with, or " + _AGAIN)
-    if meta.get("plan") != _numbers(plan):
+    if meta.get("plan") != _numbers(cache.plan):
         made, this = meta.get("jkv", "another"), versions(("jkv",)).get("jkv", "this one")
         cause = f"{config} meant other numbers to the jkv that wrote it ({made}) than to this one ({this})"
         raise FormatError(path, cause, _AGAIN)
-    # Shapes stand in for arrays until those are read.
-    vector, number = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    return Cache(
-        layers=layers,
-        states=states,
-        counts=Counts(seen=vector, prompt=vector, later=vector),  # type: ignore[arg-type]
-        fill=number,  # type: ignore[arg-type]
-        plan=plan,
-        model=model,
-        name=config.name,
-        new=new,
-        devices=config.devices,
-    )
+    return cache
 
 
 def _tuples(x: Any) -> Any:

@@ -239,7 +239,7 @@ class Generation:
         prompt, new = (sum(map(len, x)) for x in (self.prompts, tokens))
         # Length of the full cache to compare with; a prefill that skips tokens has seen fewer.
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
-        if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
+        if isinstance(self.given, CacheConfig) and self.given.prefill.traits.skips:
             longest = bucket(max(map(len, self.rows))) + self.reserve
         receipt = Receipt(
             config=self.name,

@@ -21,7 +21,7 @@ from jkv.cache.cache import Cache, Tier, tree_bytes
 from jkv.cache.offload import is_far
 from jkv.kernels import Choice
 from jkv.methods import parse
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 
 ENOUGH = 32  # minimum tokens per row for a throughput figure
 
@@ -228,7 +228,7 @@ def _times(ratio: float) -> str:
 
 def roomy_bytes(cache: Cache, longest: int, dtype: Any) -> int:
     """Return the bytes of a full cache in `dtype` for the cache's rows, `longest` tokens and reserve of new tokens."""
-    return tree_bytes(layout(parse("full"), cache.model, cache.rows, longest, cache.new, dtype)[1])
+    return tree_bytes(CacheShape(parse("full"), cache.model, cache.rows, longest, cache.new, dtype).layout()[1])
 
 
 def full_bytes(cache: Cache) -> int:

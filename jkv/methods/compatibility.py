@@ -53,7 +53,7 @@ def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
             f"{config}: recent={config.recent}: what comes after a token decides whether it leaves, so the newest must "
             f"wait in the recent window; {needs.recent} or more"
         )
-    if config.budget.statistic and not config.prefill.defers:
+    if config.budget.statistic and not config.prefill.traits.defers:
         raise ValueError(
             f"{config}: layers divide its budget by a prompt that stays whole until then; take the prefill Deferred"
         )
@@ -164,7 +164,7 @@ def _check_taught(config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         )
     pupils, last = config.pupils, len(config.tiers) - 1
     group = max(codec.layers for codec in config.codecs(config.tiers[pupils[0]]))
-    if group > 1 and not config.prefill.defers:
+    if group > 1 and not config.prefill.traits.defers:
         raise ValueError(f"{config}: {group} layers are coded together, once all of them are there: take Deferred")
     if group > 1 and len(set(model.ropes)) > 1:
         raise ValueError(f"{config}: {group} layers are coded together, and those of this model turn keys differently")
@@ -259,10 +259,9 @@ def check_prefill(config: CacheConfig, what: str) -> None:
     Args:
         what: Name of the caller, the subject of the message.
     """
-    if config.prefill.beside:
+    if beside := config.prefill.traits.beside:
         raise ValueError(
-            f"{config} {config.prefill.beside}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv "
-            "eval take it"
+            f"{config} {beside}, and {what} prefills in one program; jkv.generate, jkv.prefill and jkv eval take it"
         )
 
 

@@ -215,7 +215,12 @@ class CacheConfig:
         False if the prefill forbids it, or if the score ranks by queries of the first piece that are gone when it
         ranks.
         """
-        return self.prefill.splits and self.needs.chunks == "any"
+        return self.prefill.traits.splits and self.needs.chunks == "any"
+
+    @property
+    def can_chunk(self) -> bool:
+        """Whether a prompt can be prefilled in chunks, which `compatibility.check` refuses otherwise."""
+        return self.prefill.traits.chunks and self.needs.chunks != "none" and not self.taught
 
     def over(self, mesh: Any) -> CacheConfig:
         """Adapt the config to caches sharded over a mesh: set `devices`, which divide the slots of each tier.
@@ -335,7 +340,7 @@ def _layer(config: CacheConfig, model: ModelConfig, i: int, longest: int, size: 
         longest=longest,
         window=window,
         pruning=config.prefill.pruning(model, i),
-        coded=config.prefill.coded,
+        coded=config.prefill.traits.coded,
         kernels=kernels.plain(config.kernels, model.capped),
     )
 

@@ -25,13 +25,13 @@ from jkv.core.decode_loop import prefill_own
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_variants import Variant
-from jkv.prefix_cache.prefix import BegunPrompts, Piece, PrefixReuse, Records, doubling, loaded, root
+from jkv.prefix_cache.prefix import Piece, PrefixReuse, PrefixRunner, Records, doubling, loaded, root
 from jkv.prefix_cache.recompute import renewal
 from jkv.prefix_cache.store import PrefixCache
 from jkv.prefix_cache.store_codec import Exact, Record
 from jkv.prefix_cache.stored_prefix import StoredPrefixes
-from jkv.prompts.allocation import empty
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.allocation import CacheShape
+from jkv.prompts.prefill import PrefillRunner
 from jkv.prompts.tokenization import encode_row
 
 LEAST = 16  # minimum length of a match between a passage and a prompt, in tokens
@@ -250,7 +250,7 @@ class ChunkCache:
         """Prefill a passage alone, after its lead."""
         ids = [*passage.lead, *passage.ids]
         n = doubling(len(ids))
-        blank = empty(config.uncompressed(n), params.config, 1, n, 0, params.embed.dtype)
+        blank = CacheShape(config.uncompressed(n), params.config, 1, n, 0, params.embed.dtype).empty()
         cache, _ = cost.run(prefill_own, params, blank, pad([ids], n), fresh=True)
         return Variant(Records(cache, len(ids))(len(passage.lead), len(ids)), len(passage.lead))
 
@@ -366,4 +366,4 @@ def reuse_for(store: PrefixCache | ChunkCache, params: Params, config: CacheConf
 
 def kind(store: PrefixCache | ChunkCache | None) -> Any:
     """Return the constructor of a prefill's prompts."""
-    return Prompts if store is None else partial(BegunPrompts, begins=partial(reuse_for, store))
+    return PrefillRunner if store is None else partial(PrefixRunner, begins=partial(reuse_for, store))

@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -28,8 +28,8 @@ from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.store import BLOCK
 from jkv.prefix_cache.store_codec import Record
-from jkv.prompts.allocation import empty, shaped
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.allocation import CacheShape
+from jkv.prompts.prefill import PrefillRunner
 from jkv.protocols import needs_of
 
 FORMAT = "1"  # to be changed when the same prompt yields different keys and values
@@ -74,7 +74,7 @@ class PrefixReuse(ABC):
 
     def __init__(self, params: Params, config: CacheConfig, salt: str = "") -> None:
         self.config = config
-        shapes = shaped(config, params.config, 1, BLOCK, 0, params.embed.dtype)
+        shapes = CacheShape(config, params.config, 1, BLOCK, 0, params.embed.dtype).shapes()
         plan = shapes.plan
         self.refusal = refusal(config, shapes)
         self.notes = any(x.columns for x in plan)
@@ -105,13 +105,26 @@ class PrefixReuse(ABC):
             were not prefilled.
         """
 
+    def prefill(self, params: Params, rows: list[list[int]], cache: Cache, cost: Cost) -> tuple[Cache, Array, int]:
+        """Fill an empty cache from the reusable parts of prompts, and prefill the rest of each.
+
+        Returns:
+            The cache, the next-token logits f32[B,V], and the number of tokens that were not prefilled.
+        """
+        capacity = self.capacity(max(map(len, rows)))
+        read = [self.read(params, row, cost, capacity) for row in rows]
+        rest = [row[n:] for row, (_, n, _) in zip(rows, read, strict=True)]
+        ids = pad(rest, tail(max(map(len, rest))))
+        cache, logits = cost.run(prefill_after, params, cache, together([x for x, *_ in read]), None, ids)
+        return cache, logits, sum(stored for *_, stored in read)
+
 
 def refusal(config: CacheConfig, shapes: Cache) -> str:
     """Return why this config cannot reuse cached tokens ("" if it can), given the shapes of its cache."""
     prefill, needs = config.prefill, needs_of(config.score, config.merge, config.select)
     if shapes.model.mixers is not None:
         return "blocks that recur have no state for a beginning"
-    if prefill.skips or not (prefill.splits or prefill.defers):
+    if prefill.traits.skips or not (prefill.traits.splits or prefill.traits.defers):
         return "its prefill reads a prompt as a whole"
     if needs.chunks != "any" or any(x.needs.new or x.needs.prompt for x in shapes.plan) or rewrites(shapes):
         return "it scores with queries of the whole prompt"
@@ -142,7 +155,7 @@ def loaded(params: Params, config: CacheConfig, capacity: int, n: int, pieces: S
 
     Tokens end where the staying entries of a recent window end. Tokens without a record are dead entries.
     """
-    shapes = shaped(config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
+    shapes = CacheShape(config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype).shapes()
     start, pos = shapes.stay - n, np.full((1, shapes.recent_size), -1, np.int32)
     for at, record in pieces:
         length = record["k"].shape[2]
@@ -204,45 +217,30 @@ def together(caches: Sequence[Cache]) -> Cache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BegunPrompts(Prompts):
-    """Prompts whose cached part is loaded.
+class PrefixRunner(PrefillRunner):
+    """A prefill that loads the cached part of its prompts.
 
     Applies if the config can reuse cached tokens and the prompts are prefilled whole, on one device.
 
     Attributes:
-        begins: makes the source of cached tokens for a cache; None: none.
+        begins: makes the source of cached tokens for a cache.
     """
 
-    begins: Callable[[Params, CacheConfig], PrefixReuse] | None
+    begins: Callable[[Params, CacheConfig], PrefixReuse]
 
-    def draft(self, params: Params, config: CacheConfig) -> Prompts:
-        return replace(super().draft(params, config), begins=None)  # cached keys and values are the main model's
-
-    def prefill(self) -> tuple[Cache, Array]:
-        """Prefill the prompts after their cached part, and return cache and next-token logits."""
-        if (begins := self.useful) is None:
-            return super().prefill()
-        cache = self.made(partial(self.blank, empty))
-        if self.then:
-            self.then(self.reaching, cache)
-        return self.after(begins, cache)
-
-    def dense(self) -> tuple[Cache, Array]:
-        """Prefill into an uncompressed cache, and return it with the next-token logits."""
-        return super().dense() if (begins := self.useful) is None else self.after(begins, self.uncompressed())
-
-    @property
-    def useful(self) -> PrefixReuse | None:
+    @cached_property
+    def source(self) -> PrefixReuse | None:
         """The source of cached tokens, or None if it cannot be used."""
-        if self.begins is None or not self.whole or self.cost.over is not None:
+        if not self.whole or self.cost.over is not None:
             return None
-        begins = self.begins(self.params, self.config)
-        return None if begins.refusal else begins
+        source = self.begins(self.params, self.config)
+        return None if source.refusal else source
 
-    def after(self, begins: PrefixReuse, cache: Cache) -> tuple[Cache, Array]:
-        """Fill an empty cache from cached tokens and the prefilled rest, and return it with the next-token logits."""
-        params, capacity = self.reaching, begins.capacity(self.longest)
-        begun = [begins.read(params, row, self.cost, capacity) for row in self.rows]
-        rest = [row[n:] for row, (_, n, _) in zip(self.rows, begun, strict=True)]
-        ids = pad(rest, tail(max(map(len, rest))))
-        return self.cost.run(prefill_after, params, cache, together([x for x, *_ in begun]), None, ids)
+    def fill(self, cache: Cache, chunk: int = 0) -> tuple[Cache, Array]:
+        if self.source is None:
+            return super().fill(cache, chunk)
+        return self.source.prefill(self.reaching, self.rows, cache, self.cost)[:2]
+
+    def compile_ahead(self, cache: Cache) -> None:
+        if self.source is None:
+            super().compile_ahead(cache)

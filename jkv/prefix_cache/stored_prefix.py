@@ -22,7 +22,7 @@ from jkv.models import Params
 from jkv.prefix_cache.prefix import PrefixReuse, Records, doubling, loaded, tail
 from jkv.prefix_cache.store import BLOCK, GRAIN, PrefixCache
 from jkv.prefix_cache.store_codec import Record
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 
 
 @program(arguments=(ANY, None, None), results=None)
@@ -129,8 +129,8 @@ class StoredPrefixes(PrefixReuse):
         tails = {tail(n - self.whole(n)) for n in range(max(length - 2 * BLOCK, 1), length + 1)}
         last, capacity = self.capacity(length), BLOCK
         while capacity <= last:
-            make = partial(empty, self.config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
-            head = jax.eval_shape(make)
+            config = self.config.uncompressed(capacity)
+            head = jax.eval_shape(CacheShape(config, params.config, 1, capacity, 0, params.embed.dtype).empty)
             cost.begin(prefill_own, params, head, shape((1, capacity)), fresh=True)
             for rest in tails:
                 made = cost.begin(prefill_after, params, blank, head, None, shape((1, rest)))

@@ -13,7 +13,6 @@ from jkv.cache.padding import bucket
 from jkv.cache.spec import LayerConfig
 from jkv.core.sharding import MeshPlan
 from jkv.kernels import HEADS, ROWS
-from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig, rule
 from jkv.utils import memory
@@ -75,9 +74,9 @@ def chosen(config: CacheConfig, empty: Cache, longest: int, free: int, over: Mes
         copies: as in `needed`.
     """
     take = partial(needed, empty, over=over, copies=copies)
-    whole, cuts = take(bucket(longest), fresh=True), cut(config, empty.model)
+    whole = take(bucket(longest), fresh=True)
     about = f"about {gib(whole)} GiB, and {gib(free)} GiB are free"
-    if not cuts:
+    if not config.can_chunk:
         return Chunks(size=0, why=f"whole, as this method needs it: {about}")
     if whole <= free or longest <= LEAST:
         return Chunks(size=0, why=f"whole: {about}", open=True)
@@ -158,15 +157,6 @@ def _units(m: ModelConfig, shares: int) -> int:
         return one
     each = m.width + 2 * m.experts.active * m.width + 3 * m.experts.shared // shares
     return max(one, each) if len(m.experts.at) < m.depth else each
-
-
-def cut(config: CacheConfig, model: ModelConfig) -> bool:
-    """Whether the method can prefill in chunks."""
-    try:
-        check(config, model, LEAST)
-    except ValueError:
-        return False
-    return True
 
 
 def _below(n: int) -> int:

@@ -11,13 +11,13 @@ from jkv.core import sampling as draw
 from jkv.core.decode_loop import prefill_own, run_blocks
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 
 
 def greedy(params: Params, rows: list[list[int]], new: int) -> list[list[int]]:
     """Decode `new` tokens greedily after each row through the full cache."""
     b, length, model = len(rows), bucket(max(map(len, rows))), params.config
-    cache = empty(CacheConfig(), model, b, length + new, new, params.embed.dtype)
+    cache = CacheShape(CacheConfig(), model, b, length + new, new, params.embed.dtype).empty()
     cache, logits = prefill_own(params, cache, pad(rows, length), fresh=True)
     sampling = draw.make(b, model.vocab, seeds=[0] * b, stop_ids=())
     state = run_blocks(params, Decoding.start(cache, logits, new), sampling, jnp.int32(new))

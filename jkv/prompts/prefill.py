@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jkv.cache.cache import Cache
 from jkv.cache.padding import bucket, pad
@@ -21,17 +20,17 @@ from jkv.core.deferred_prefill import compress, probe, statistics
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts.allocation import empty, shaped, sized
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.capacity import check_beside, check_there, with_room
 from jkv.prompts.chunking import Chunks, chosen, spare
 from jkv.prompts.greedy import greedy
 from jkv.prompts.tokenization import check_length, reaching
-from jkv.protocols import Probe, ProbeTokens
+from jkv.protocols import ProbeTokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """The prompts of one call, and the programs that prefill them; implements `protocols.Reading`.
+class PrefillRunner:
+    """The prompts of one call, and the programs that prefill them; `run` does what `CacheConfig.prefill` declares.
 
     Attributes:
         rows: token ids per prompt.
@@ -81,86 +80,125 @@ class Prompts:
         """Choose the chunk size by free memory."""
         dtype, over = self.params.embed.dtype, self.cost.over
         copies = jax.default_backend() == "cpu" and dtype.itemsize < 4
-        return chosen(self.config, self.blank(shaped, dtype), self.longest, spare(over), over, copies)
+        return chosen(self.config, self.shape.shapes(), self.longest, spare(over), over, copies)
 
-    def of(self, rows: list[list[int]]) -> Prompts:
-        """Return a copy for other prompts."""
-        return replace(self, rows=rows)
+    def run(self) -> tuple[Cache, Array]:
+        """Prefill the prompts into a new cache, and return it with the next-token logits."""
+        prefill = self.config.prefill
+        own = replace(self, rows=prefill.shorten(self.params, self.rows, self))
+        return own.defer() if prefill.traits.defers else own.prefill()
 
-    def draft(self, params: Params, config: CacheConfig) -> Prompts:
-        """Return a copy for another model and config."""
-        return replace(self, params=params, config=config, length=None, then=None)
+    def draft(self, params: Params, config: CacheConfig) -> Cache:
+        """Return an uncompressed cache of the prompts for another model and config, after the config's probe."""
+        own = PrefillRunner(
+            params=params, config=config, rows=self.rows, reserve=self.reserve, cost=self.cost, chunk=self.chunk
+        )
+        texts = own.texts()
+        return own.probe(own.dense()[0], texts)
 
     def empty(self) -> Cache:
         """Allocate the empty cache, and start compiling ahead where possible."""
         params = self.reaching
-        cache = self.made(partial(self.blank, empty))
+        cache = self.allocate(self.shape)
         if self.then and self.config.budget.statistic is None and len(params.embed.sharding.device_set) == 1:
-            if self.whole and not self.config.prefill.defers:  # first: the first token waits for it
-                self.cost.ahead(prefill_own, params, cache, pad(self.rows, self.padded), fresh=True)
+            self.compile_ahead(cache)  # first: the first token waits for it
             self.then(params, cache)
         return cache
 
-    def blank(self, make: Callable[..., Cache], dtype: Any) -> Cache:
-        """Return make(...), `empty` or `shaped`, for these prompts."""
-        model, b, length = self.reaching.config, len(self.rows), self.padded + self.reserve
-        sizes = None
-        if self.forks > 1:
-            sizes = sized(self.config, model, b * self.forks, length, self.reserve, dtype)
-        return make(self.config, model, b, length, self.reserve, dtype, sizes)
+    def compile_ahead(self, cache: Cache) -> None:
+        """Start compiling the prefill into an empty cache."""
+        if self.whole and not self.config.prefill.traits.defers:
+            self.cost.ahead(prefill_own, self.reaching, cache, pad(self.rows, self.padded), fresh=True)
+
+    @property
+    def shape(self) -> CacheShape:
+        """The shape of the cache."""
+        dtype, b = self.params.embed.dtype, len(self.rows)
+        shape = CacheShape(self.config, self.reaching.config, b, self.padded + self.reserve, self.reserve, dtype)
+        return shape.divide(b * self.forks) if self.forks > 1 else shape
 
     def prefill(self) -> tuple[Cache, Array]:
-        """Prefill the prompts, whole or in chunks, and return cache and next-token logits."""
-        params, cache, ids = self.reaching, self.empty(), pad(self.rows, self.padded)
-        if self.whole:
-            return self.cost.run(prefill_own, params, cache, ids, fresh=True)
-        logits = None
-        for i in range(0, self.padded, self.chunk):
-            cache, logits = self.cost.run(prefill_own, params, cache, ids[:, i : i + self.chunk])
-        assert logits is not None
-        return cache, logits
-
-    def uncompressed(self) -> Cache:
-        """Allocate an empty cache that keeps all prompt tokens uncompressed."""
-        params, n = self.reaching, self.padded
-        return self.made(partial(empty, self.config.uncompressed(n), params.config, len(self.rows), n, 0))
-
-    def made(self, make: Callable[[Any], Cache]) -> Cache:
-        """Allocate make(dtype) directly on its device or mesh."""
-        over, own = self.cost.over, partial(make, self.params.embed.dtype)
-        return own() if over is None else jax.jit(own, out_shardings=over.shardings(jax.eval_shape(own)))()
+        """Prefill into a cache that every layer compresses into as soon as it has attended, after each chunk."""
+        return self.fill(self.empty(), 0 if self.whole else self.chunk)
 
     def dense(self) -> tuple[Cache, Array]:
         """Prefill the prompts whole into an uncompressed cache, and return it with the next-token logits."""
-        return self.cost.run(prefill_own, self.reaching, self.uncompressed(), pad(self.rows, self.padded), fresh=True)
+        return self.fill(self.uncompressed())
 
-    def texts(self, probe: Probe) -> list[ProbeTokens]:
-        """Return the tokens that a probe reads after the prompts."""
-        return probe.texts(self.reaching, self.rows, greedy)
+    def defer(self) -> tuple[Cache, Array]:
+        """Prefill into an uncompressed cache, run the probe on it, and compress it once."""
+        texts = self.texts()  # raises before the prompt is read
+        empty = self.empty()
+        dense, logits = self.dense()
+        return self.compress(empty, self.probe(dense, texts)), logits
 
-    def probe(self, dense: Cache, probe_: Probe, texts: list[ProbeTokens]) -> Cache:
+    def fill(self, cache: Cache, chunk: int = 0) -> tuple[Cache, Array]:
+        """Prefill the prompts into an empty cache, whole or in chunks."""
+        return run_prefill(self.cost, self.reaching, cache, pad(self.rows, self.padded), chunk)
+
+    def uncompressed(self) -> Cache:
+        """Allocate an empty cache that keeps all prompt tokens uncompressed."""
+        params, n = self.params, self.padded
+        config, model = self.config.uncompressed(n), self.reaching.config
+        return self.allocate(CacheShape(config, model, len(self.rows), n, 0, params.embed.dtype))
+
+    def allocate(self, shape: CacheShape) -> Cache:
+        """Allocate a cache directly on its device or mesh."""
+        over, own = self.cost.over, shape.empty
+        return own() if over is None else jax.jit(own, out_shardings=over.shardings(jax.eval_shape(own)))()
+
+    def texts(self) -> list[ProbeTokens]:
+        """Return the tokens that the config's probe reads after the prompts; ValueError if the context is too short."""
+        probe = self.config.prefill.probe
+        return probe.texts(self.reaching, self.rows, greedy) if probe else []
+
+    def probe(self, dense: Cache, texts: list[ProbeTokens]) -> Cache:
         """Fill the probe's column of an uncompressed cache, text by text."""
         for text in texts:
             ids, span = pad(text.ids, bucket(max(map(len, text.ids)))), jnp.asarray(text.span, jnp.int32)
-            dense = self.cost.run(probe, self.reaching, dense, ids, span, probe_)
+            dense = self.cost.run(probe, self.reaching, dense, ids, span, self.config.prefill.probe)
         return dense
 
-    def statistic(self, dense: Cache) -> np.ndarray:
-        """Return f[L,B,...], the statistic of each layer and prompt that the budget wants."""
-        return np.asarray(self.cost.run(statistics, dense, ranks=self.config.budget.statistic == "ranks"), float)
+    def statistic(self, dense: Cache, ranks: bool = False) -> np.ndarray:
+        """Return f[L,B,...], the statistic of each layer's score, or the ranks of its tokens."""
+        return np.asarray(self.cost.run(statistics, dense, ranks=ranks), float)
 
     def compress(self, empty: Cache, dense: Cache) -> Cache:
         """Compress an uncompressed cache into an empty one, with sizes by the statistic that the budget may want."""
-        return self.cost.run(compress, self.divided(empty, dense) if self.config.budget.statistic else empty, dense)
+        return self.cost.run(compress, self.resize(empty, dense) if self.config.budget.statistic else empty, dense)
 
-    def divided(self, cache: Cache, dense: Cache) -> Cache:
+    def resize(self, empty: Cache, dense: Cache) -> Cache:
         """Return the empty cache with the layer sizes and row shares that the prompts' statistic gives."""
-        b, rest = len(self.rows), (cache.plan[0].longest, cache.new, dense.dtype)
-        lengths, found = [len(row) for row in self.rows], self.statistic(dense)
-        sizes = sized(self.config, cache.model, b * self.forks, *rest, lengths, found)
-        made = self.made(lambda _: empty(self.config, cache.model, b, *rest, sizes))
-        layers = zip(made.layers, jnp.asarray(sizes.rows, jnp.int32), strict=True)
-        return replace(made, layers=tuple(replace(x, share=y) for x, y in layers))
+        b, lengths = len(self.rows), [len(row) for row in self.rows]
+        shape = CacheShape(self.config, empty.model, b, empty.plan[0].longest, empty.new, dense.dtype)
+        shape = shape.divide(b * self.forks, lengths, self.statistic(dense, self.config.budget.statistic == "ranks"))
+        assert shape.sizes is not None
+        cache, shares = self.allocate(shape), jnp.asarray(shape.sizes.rows, jnp.int32)
+        return replace(cache, layers=tuple(replace(x, share=y) for x, y in zip(cache.layers, shares, strict=True)))
+
+
+def prefill_step(length: int, chunk: int) -> tuple[int, bool]:
+    """Return the tokens of each program of a prefill, and whether one program takes the whole prompt.
+
+    >>> prefill_step(700, 512), prefill_step(90, 512), prefill_step(90, 0)
+    ((512, False), (90, True), (90, True))
+    """
+    return (chunk, False) if 0 < chunk < length else (length, True)
+
+
+def run_prefill(cost: Cost, params: Params, cache: Cache, ids: ArrayLike, chunk: int = 0) -> tuple[Cache, Array]:
+    """Prefill prompts i32[B,T] into an empty cache, at once or `chunk` tokens at a time, by one `prefill_step` each.
+
+    Returns:
+        The cache, which takes the memory of the empty one, and the next-token logits f32[B,V].
+    """
+    given, logits = np.asarray(ids), None
+    width, fresh = prefill_step(given.shape[1], chunk)
+    padded = np.pad(given, ((0, 0), (-given.shape[1] % width, 0)), constant_values=-1)  # whole chunks
+    for i in range(0, padded.shape[1], width):
+        cache, logits = cost.run(prefill_own, params, cache, jnp.asarray(padded[:, i : i + width]), fresh=fresh)
+    assert logits is not None
+    return cache, logits
 
 
 def prefilled(
@@ -170,7 +208,7 @@ def prefilled(
     reserve: int,
     chunk: int | None,
     then: Callable[[Params, Cache], None] | None = None,
-    kind: Callable[..., Prompts] = Prompts,
+    kind: Callable[..., PrefillRunner] = PrefillRunner,
     forks: int = 1,
 ) -> tuple[Cache, Array, Cost, Chunks]:
     """Prefill prompts into new caches.
@@ -180,9 +218,9 @@ def prefilled(
         reserve: reserved tokens per row after the prompt.
         chunk: tokens per prefill chunk; 0: the whole prompt; None: the config's, or else by free memory, with smaller
             chunks after an out-of-memory error.
-        then: as in `Prompts`.
-        kind: constructs the prompts.
-        forks: as in `Prompts`.
+        then: as in `PrefillRunner`.
+        kind: constructs the runner.
+        forks: as in `PrefillRunner`.
 
     Returns:
         The cache, the next-token logits f32[B,V], the cost, and the chunk size used.
@@ -200,14 +238,14 @@ def prefilled(
     asked = config.chunk if chunk is None else chunk
     check(config, params.config, asked or 0)
     check_length(config, params.config, max(map(len, rows)), reserve)
-    prompts = kind(params=params, config=config, rows=rows, reserve=reserve, cost=cost, then=then, forks=forks)
-    chunks = prompts.chunks() if asked is None else Chunks.asked(asked, prompts.longest)
+    runner = kind(params=params, config=config, rows=rows, reserve=reserve, cost=cost, then=then, forks=forks)
+    chunks = runner.chunks() if asked is None else Chunks.asked(asked, runner.longest)
     # Retry with smaller chunks after out-of-memory errors.
     while True:
         try:
-            return *config.prefill(replace(prompts, chunk=chunks.size)), cost, chunks
+            return *replace(runner, chunk=chunks.size).run(), cost, chunks
         except jax.errors.JaxRuntimeError as error:
-            fewer = chunks.fewer(prompts.longest) if "RESOURCE_EXHAUSTED" in str(error) else None
+            fewer = chunks.fewer(runner.longest) if "RESOURCE_EXHAUSTED" in str(error) else None
             if fewer is None:
                 raise
             chunks = fewer

@@ -44,7 +44,16 @@ from jkv.protocols.codec import Code, Codec, KernelCodes
 from jkv.protocols.evidence import Evidence, Queries, Window
 from jkv.protocols.inputs import Born, Columns, Counts, Needs, needs_of
 from jkv.protocols.merge import Entries, Evicted, Merge
-from jkv.protocols.prefill import PROBED, AttentionGradient, Prefill, Probe, ProbeTokens, Reading, Say
+from jkv.protocols.prefill import (
+    PROBED,
+    AttentionGradient,
+    DraftRunner,
+    Prefill,
+    PrefillTraits,
+    Probe,
+    ProbeTokens,
+    Say,
+)
 from jkv.protocols.score import Score
 from jkv.protocols.selector import Entered, Look, Selector
 
@@ -58,6 +67,7 @@ __all__ = [
     "Demand",
     "Entered",
     "Entries",
+    "DraftRunner",
     "Evidence",
     "KernelCodes",
     "Layer",
@@ -68,10 +78,10 @@ __all__ = [
     "Needs",
     "PROBED",
     "Prefill",
+    "PrefillTraits",
     "Probe",
     "ProbeTokens",
     "Queries",
-    "Reading",
     "Say",
     "Score",
     "Selector",

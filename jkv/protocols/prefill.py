@@ -83,73 +83,52 @@ class Probe:
         raise NotImplementedError
 
 
-class Reading(Protocol):
-    """The prompts of one call and the compiled programs that prefill them; what `Prefill.__call__` works with."""
+class DraftRunner(Protocol):
+    """Runs a draft model over the prompts of a prefill."""
 
-    @property
-    def params(self) -> Params: ...
-
-    @property
-    def rows(self) -> list[list[int]]: ...  # token ids of each prompt
-
-    def of(self, rows: list[list[int]]) -> Reading:
-        """Return a copy for other prompts."""
-        ...
-
-    def draft(self, params: Params, config: Any) -> Reading:
-        """Return a copy for another model and CacheConfig."""
-        ...
-
-    def empty(self) -> Any:
-        """Allocate an empty cache of the config."""
-        ...
-
-    def prefill(self) -> tuple[Any, Array]:
-        """Prefill and return cache and logits; every layer compresses as soon as it has attended, after each chunk."""
-        ...
-
-    def dense(self) -> tuple[Any, Array]:
-        """Prefill in one piece without compression, all tokens in the recent windows; return cache and logits."""
-        ...
-
-    def texts(self, probe: Probe) -> list[ProbeTokens]:
-        """Return the sequences that the probe runs after the prompts; ValueError if the context is too short."""
-        ...
-
-    def probe(self, dense: Any, probe: Probe, texts: list[ProbeTokens]) -> Any:
-        """Run the probe's sequences on the uncompressed cache and return it with the probe's column filled."""
+    def draft(self, params: Params, config: Any) -> Any:
+        """Return an uncompressed cache of the prompts for another model and CacheConfig, after the config's probe."""
         ...
 
     def statistic(self, dense: Any) -> np.ndarray:
-        """Return `Score.statistic` of every layer of the uncompressed cache, f[L,B,...]."""
+        """Return `Score.statistic` of every layer of an uncompressed cache, f[L,B,...]."""
         ...
 
-    def compress(self, empty: Any, dense: Any) -> Any:
-        """Flush the uncompressed cache once into the empty one, resized by the statistic if the budget has one."""
-        ...
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTraits:
+    """What a prefill does besides one compressing pass.
+
+    Attributes:
+        splits: a prompt prefilled in two pieces gives the same cache, if no token is evicted in between.
+        chunks: the prompt may be prefilled in chunks.
+        defers: the whole prompt stays uncompressed until it is known, then it is compressed once.
+        skips: some prompt tokens may never run through the model.
+        coded: prompt queries attend to keys and values as they will be stored.
+        beside: what it does besides one pass, as the predicate of a sentence in error messages.
+    """
+
+    splits: bool = True
+    chunks: bool = True
+    defers: bool = False
+    skips: bool = False
+    coded: bool = False
+    beside: str = ""
 
 
 @part
 class Prefill:
     """How a prompt enters an empty cache. This class: one compressing pass, whole or in chunks.
 
-    Subclasses override `__call__`, or set the class variables and override `pruning`.
+    Subclasses declare their `traits` and `probe`, and override `pruning` or `shorten`; `jkv.prompts.prefill` runs them.
 
     Attributes:
-        splits: a prompt prefilled in two pieces gives the same cache, if no token is evicted in between.
-        defers: the whole prompt stays uncompressed until it is known, then it is compressed once.
-        skips: some prompt tokens may never run through the model.
-        coded: prompt queries attend to keys and values as they will be stored.
+        traits: what else it does.
         probe: extra queries that fill the column `PROBED`, or None.
-        beside: what it does besides one pass, as the predicate of a sentence in error messages.
     """
 
-    splits: ClassVar[bool] = True
-    defers: ClassVar[bool] = False
-    skips: ClassVar[bool] = False
-    coded: ClassVar[bool] = False
+    traits: ClassVar[PrefillTraits] = PrefillTraits()
     probe: ClassVar[Probe | None] = None
-    beside: ClassVar[str] = ""
 
     def bound(self, params: Params) -> Self:
         """Return this prefill with the weights trained for the model; ValueError if they belong to another model."""
@@ -159,9 +138,15 @@ class Prefill:
         """Return the `jkv.cache.spec.Pruning` of the tokens that continue after a layer, or None if all do."""
         return None
 
+    def shorten(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[list[int]]:
+        """Return the token ids to read of each prompt.
+
+        Args:
+            params: the model.
+            rows: token ids of each prompt.
+            runner: runs a draft model over them.
+        """
+        return rows
+
     def check(self, config: Any, model: ModelConfig, chunk: int) -> None:
         """Raise ValueError if this prefill cannot work with a CacheConfig, or in chunks of `chunk` tokens."""
-
-    def __call__(self, reading: Reading) -> tuple[Any, Array]:
-        """Prefill the prompts. Returns the cache after them and the logits of the next token."""
-        return reading.prefill()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jkv.cache.cache import tree_bytes
 from jkv.core.compilation import Cost
-from jkv.core.decode_loop import admit, prefill_own, run_block
+from jkv.core.decode_loop import admit, run_block
 from jkv.engine.continuous_batch import Running
 from jkv.engine.scheduler import Bucket
 from jkv.engine.spec import Shapes
@@ -193,7 +193,6 @@ class Maker:
             )
         # Compile decode blocks, drafting and verify passes from shapes.
         params, cost = replace(self.params, config=shapes.model), Cost(runs=False)
-        blank = jax.eval_shape(partial(shapes.cache, 1))
         nobody, shape = [SamplingParams()] * shapes.rows, partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         draws = jax.eval_shape(lambda: shapes.sampling(nobody, [0] * shapes.rows, stop_ids_of(params)))
         cost.begin(run_block, params, state, draws, shape(()))
@@ -203,16 +202,8 @@ class Maker:
             draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore  # shapes
             cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
         running = Running(self.params, shapes, Cost(), self.prefix_cache, drafter)
-        # Compile prefill: after a stored prefix, in chunks, or whole at each length.
-        chunk, most = shapes.bucket.chunk, self.limits.prompt
-        if running.prompts.reads is not None:
-            rows, logits = running.prompts.reads.prepare(params, blank, most, cost, state.cache)
-        elif 0 < chunk < most:
-            rows, logits = cost.begin(prefill_own, params, blank, shape((1, chunk)))
-        for length in shapes.bucket.lengths if running.prompts.reads is None else ():
-            if not 0 < chunk < length:
-                rows, logits = cost.begin(prefill_own, params, blank, shape((1, length)), fresh=True)
-        # Compile the admission of a row.
+        # Compile the prefill of a row and its admission.
+        rows, logits = running.prompts.prepare(cost, state.cache)
         used = jax.ShapeDtypeStruct((1, shapes.model.vocab), bool)
         cost.begin(admit, state, rows, logits, used, shape((1,)))
         return running

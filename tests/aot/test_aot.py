@@ -22,7 +22,7 @@ from jkv.cache.cache import tree_bytes
 from jkv.cli import app as cli
 from jkv.core import sharding
 from jkv.io.load import load
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import ggufs
 
 MODEL = models.random(models.TINY).config
@@ -35,7 +35,7 @@ JOB = plan.Job(
 def test_the_bytes_are_those_of_the_arrays():
     prefill, decode = plan.programs(JOB, target("cpu"))
     new = 64  # half of the context
-    cache = allocation.empty(JOB.config, MODEL, 2, 128, new, jnp.float32)
+    cache = CacheShape(JOB.config, MODEL, 2, 128, new, jnp.float32).empty()
     assert prefill.weights == decode.weights == tree_bytes(models.random(models.TINY))
     assert prefill.cache == decode.cache == cache.nbytes
     assert decode.kernels == "xla" and decode.refused is None and decode.collectives == ()
@@ -75,7 +75,7 @@ def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_d
     one = methods.parse("streaming(bytes='40KiB', sinks=5) | kivi(group=8, recent=8)")
     mesh = Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))
     many = one.over(sharding.MeshPlan(mesh))
-    plans = [allocation.layout(x, MODEL, 2, 300, 16, jnp.float32)[0][0] for x in (one, many)]
+    plans = [CacheShape(x, MODEL, 2, 300, 16, jnp.float32).layout()[0][0] for x in (one, many)]
     assert [t.capacity for t in plans[0].tiers] == [t.most for t in plans[0].tiers] == [t.most for t in plans[1].tiers]
     assert plans[0].capacity == plans[1].capacity and plans[1].tiers[0].most == 8
     for tier in plans[1].tiers:

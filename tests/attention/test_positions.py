@@ -14,7 +14,7 @@ from jkv.cache.padding import pad
 from jkv.core import decode_loop, deferred_prefill
 from jkv.methods import parse
 from jkv.models import Params
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig
 from support.rig import HYBRID, LENGTHS, MODEL, PARAMS
 
@@ -34,7 +34,7 @@ LATER, FIRST = piece(CUT, max(LENGTHS)), piece(0, CUT)
 
 
 def empty(text: str, params: Params) -> Cache:
-    return allocation.empty(parse(text), params.config, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    return CacheShape(parse(text), params.config, 2, rig.LONGEST, rig.STEPS, jnp.float32).empty()
 
 
 def read(cache: Cache, params: Params, *pieces: tuple[jax.Array, jax.Array]) -> Cache:
@@ -90,7 +90,7 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
 def test_tokens_given_once_more_see_what_came_before_them(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""
-    whole = allocation.empty(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32)
+    whole = CacheShape(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32).empty()
     got = read(jax.tree.map(jnp.copy, whole), PARAMS, LATER, FIRST)
     with pytest.raises(AssertionError):
         same(got, at_once(whole, PARAMS), PARAMS)  # the later piece has not seen the first one yet
@@ -122,6 +122,6 @@ def test_rows_among_many_keys_see_those_before_them():
 
 
 def test_blocks_that_recur_read_in_order():
-    cache = allocation.empty(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32)
+    cache = CacheShape(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32).empty()
     with pytest.raises(ValueError, match="read tokens in order"):
         decode_loop.prefill_at(HYBRID, cache, *FIRST)

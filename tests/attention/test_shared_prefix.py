@@ -17,7 +17,7 @@ from jkv.core.compilation import compiled
 from jkv.engine.scheduler import Bucket, Grain
 from jkv.engine.shared_prefixes import Group
 from jkv.engine.spec import Shapes
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig
 
 BOTH, OWN, STEPS = (
@@ -30,7 +30,7 @@ NEW = 64
 
 def plan(config: methods.CacheConfig, case: rig.Case):
     longest = BOTH + max(OWN) + NEW
-    return allocation.layout(config, case.params.config, 1, longest, NEW, jnp.float32)[0]
+    return CacheShape(config, case.params.config, 1, longest, NEW, jnp.float32).layout()[0]
 
 
 def divides(case: rig.Case) -> bool:
@@ -68,16 +68,16 @@ def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: r
     model, rows = params.config, texts(params.config.vocab)
     cut = Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks).cut(BOTH, min(map(len, rows)))
     assert cut >= BOTH // 2
-    firsts = allocation.empty(config.uncompressed(BOTH), model, 2, BOTH, 0, jnp.float32)
+    firsts = CacheShape(config.uncompressed(BOTH), model, 2, BOTH, 0, jnp.float32).empty()
     firsts, _ = decode_loop.prefill_own(params, firsts, pad([row[:cut] for row in rows[:2]], BOTH), fresh=True)
     held = []
     for i in range(2):
-        room = allocation.empty(replace(config, recent=0), model, 1, BOTH, 0, jnp.float32)
+        room = CacheShape(replace(config, recent=0), model, 1, BOTH, 0, jnp.float32).empty()
         held.append(decode_loop.begin(room, firsts.pick(jnp.array([i]))))
     index, tails = jnp.array([0, 1, 0]), pad([row[cut:] for row in rows], BOTH)
-    whole = allocation.empty(config, model, 3, BOTH + max(OWN) + NEW, NEW, jnp.float32)
+    whole = CacheShape(config, model, 3, BOTH + max(OWN) + NEW, NEW, jnp.float32).empty()
     whole, logits = decode_loop.prefill_after(params, whole, firsts, index, tails)
-    own = allocation.empty(config, model, 3, max(map(len, rows)) - cut + NEW, NEW, jnp.float32)
+    own = CacheShape(config, model, 3, max(map(len, rows)) - cut + NEW, NEW, jnp.float32).empty()
     own = replace(own, common=Common(held=(), of=index))
     own, after = decode_loop.prefill_after(params, own, firsts, index, tails)
     np.testing.assert_array_equal(after, logits)
@@ -98,15 +98,15 @@ def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: r
 def test_a_row_sees_its_own_beginning_alone():
     """The same codes under another number, and none: other logits."""
     case = CASES[0]
-    cache = allocation.empty(methods.parse("full"), case.params.config, 2, 64, 32, jnp.float32)
-    firsts = allocation.empty(methods.parse("full").uncompressed(32), case.params.config, 2, 32, 0, jnp.float32)
+    cache = CacheShape(methods.parse("full"), case.params.config, 2, 64, 32, jnp.float32).empty()
+    firsts = CacheShape(methods.parse("full").uncompressed(32), case.params.config, 2, 32, 0, jnp.float32).empty()
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 100, (2, 32)).tolist()
     firsts, _ = decode_loop.prefill_own(case.params, firsts, pad(ids, 32), fresh=True)
     room = replace(methods.parse("full"), recent=0)
     held = tuple(
         decode_loop.begin(
-            allocation.empty(room, case.params.config, 1, 32, 0, jnp.float32), firsts.pick(jnp.array([i]))
+            CacheShape(room, case.params.config, 1, 32, 0, jnp.float32).empty(), firsts.pick(jnp.array([i]))
         )
         for i in range(2)
     )
@@ -123,8 +123,8 @@ def test_a_row_sees_its_own_beginning_alone():
 
 def test_rows_are_picked_put_and_forked_with_their_beginnings():
     config, model = methods.parse("full"), rig.PARAMS.config
-    tiers = tuple(x.tiers for x in allocation.empty(replace(config, recent=0), model, 1, 32, 0, jnp.float32).layers)
-    cache = allocation.empty(config, model, 3, 64, 32, jnp.float32)
+    tiers = tuple(x.tiers for x in CacheShape(replace(config, recent=0), model, 1, 32, 0, jnp.float32).empty().layers)
+    cache = CacheShape(config, model, 3, 64, 32, jnp.float32).empty()
     cache = replace(cache, common=Common(held=(tiers, tiers), of=jnp.array([0, 1, -1])))
     assert cache.pick(jnp.array([2, 1, 1])).common.of.tolist() == [-1, 1, 1]
     assert cache.fork(2).common.of.tolist() == [0, 0, 1, 1, -1, -1]
@@ -137,8 +137,8 @@ def test_rows_are_picked_put_and_forked_with_their_beginnings():
 def test_a_step_makes_no_copy_of_a_beginning():
     """4,096 tokens that 4 rows share, of which the step's program has no temporary as large as a layer's."""
     config, model = methods.parse("int8"), rig.PARAMS.config
-    cache = allocation.empty(config, model, 4, 64, 32, jnp.float32)
-    held = allocation.empty(replace(config, recent=0), model, 1, 4096, 0, jnp.float32).layers
+    cache = CacheShape(config, model, 4, 64, 32, jnp.float32).empty()
+    held = CacheShape(replace(config, recent=0), model, 1, 4096, 0, jnp.float32).empty().layers
     cache = replace(cache, common=Common(held=(tuple(x.tiers for x in held),) * 2, of=jnp.zeros(4, jnp.int32)))
     program, _ = compiled(decode_loop.step, rig.PARAMS, cache, jnp.zeros(4, jnp.int32))
     plain, _ = compiled(decode_loop.step, rig.PARAMS, replace(cache, common=None), jnp.zeros(4, jnp.int32))

@@ -14,7 +14,7 @@ from jkv.cache.cache import Cache, Common, LayerCache, Tier
 from jkv.core.decode_loop import views
 from jkv.core.layer_step import dated
 from jkv.methods import parse
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Queries
 from support.rig import LONGEST, MODEL, H
 
@@ -32,7 +32,7 @@ def filled(spec: str) -> Cache:
     def layer(x: LayerCache) -> LayerCache:
         return replace(x, tiers=tuple(map(tier, x.tiers)))
 
-    cache = allocation.empty(parse(spec), MODEL, ROWS, LONGEST, 16, jnp.float32)
+    cache = CacheShape(parse(spec), MODEL, ROWS, LONGEST, 16, jnp.float32).empty()
     held = tuple(replace(x, tiers=tuple(map(tier, x.tiers))).tiers for x in cache.layers)
     common = Common(held=(held,), of=jnp.zeros(ROWS, jnp.int32))
     return replace(cache, layers=tuple(map(layer, cache.layers)), common=common)

@@ -27,7 +27,7 @@ from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.methods.merging.lococo import Mixtures, start
 from jkv.methods.quantization import Separable
 from jkv.models import ModelConfig, Params, llama
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig
 from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G
 from support.tiny import LATENT
@@ -132,7 +132,7 @@ def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
 def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callable[[int], Params]):
     params = made(2 if "lacache" in config.name else 1)  # whose layers differ
     model = params.config
-    cache = replace(allocation.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
+    cache = replace(CacheShape(config, params.config, 2, 142, 52, jnp.float32).empty(), name="")
     cache, _ = decode_loop.prefill(params, cache, jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :20].T:
         cache, got = decode_loop.step(params, cache, jnp.asarray(token))
@@ -152,7 +152,7 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
     for text in ("full", "snapkv(budget=48, window=8)", f"razorattention(local=48, share=0.0, heads={rig.KEEPERS!r})"):
         config, out = parse(text), []
         for params in (PARAMS, wide(32)):
-            cache = replace(allocation.empty(config, params.config, 2, 142, 52, jnp.float32), name="")
+            cache = replace(CacheShape(config, params.config, 2, 142, 52, jnp.float32).empty(), name="")
             cache, logits = decode_loop.prefill(params, cache, jnp.asarray(PROMPT), fresh=True)
             for token in FORCED[:, :20].T:
                 cache, logits = decode_loop.step(params, cache, jnp.asarray(token))
@@ -161,7 +161,7 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
 
 
 def test_a_full_cache_of_latents_gives_the_models_logits():
-    cache = replace(allocation.empty(parse("full"), LATENT.config, 2, 142, 52, jnp.float32), name="")
+    cache = replace(CacheShape(parse("full"), LATENT.config, 2, 142, 52, jnp.float32).empty(), name="")
     cache, logits = decode_loop.prefill(LATENT, cache, jnp.asarray(PROMPT), fresh=True)
     out = [logits]
     for token in FORCED[:, :20].T:
@@ -175,10 +175,10 @@ def test_a_full_cache_of_latents_gives_the_models_logits():
 
 def taken(params: Params, config: CacheConfig):
     """Traced, not run: all shapes of a prompt, of a flush and of a step fit together."""
-    cache = allocation.empty(config, params.config, 2, 142, 52, jnp.float32)
+    cache = CacheShape(config, params.config, 2, 142, 52, jnp.float32).empty()
     ids = jax.ShapeDtypeStruct(PROMPT.shape, jnp.int32)
     together = any(plan.together > 1 for plan in cache.plan)  # which a deferred prompt alone can be
-    into = allocation.empty(config.uncompressed(90), params.config, 2, 90, 0, jnp.float32) if together else cache
+    into = CacheShape(config.uncompressed(90), params.config, 2, 90, 0, jnp.float32).empty() if together else cache
     read, _ = jax.eval_shape(partial(decode_loop.prefill, fresh=True), params, into, ids)
     cache = jax.eval_shape(compress, cache, read) if together else read
     after, logits = jax.eval_shape(decode_loop.step, params, cache, jax.ShapeDtypeStruct((2,), jnp.int32))
@@ -209,7 +209,7 @@ def test_every_method_that_learned_nothing_takes_latents(case: Case):
 
 @pytest.mark.parametrize(("text", "each"), [("full", 4 * 32), ("streaming(budget=48)", 4 * 32), ("int8", 32 + 4)])
 def test_of_a_latent_one_vector_is_kept(text: str, each: int):
-    cache = allocation.empty(parse(text), LATENT.config, 2, 142, 52, jnp.float32)
+    cache = CacheShape(parse(text), LATENT.config, 2, 142, 52, jnp.float32).empty()
     for layer in cache.layers:
         slots = 2 * layer.tiers[0].pos.shape[2]
         assert tree_bytes((layer.tiers[0].k, layer.tiers[0].v)) == slots * each
@@ -218,7 +218,7 @@ def test_of_a_latent_one_vector_is_kept(text: str, each: int):
 def test_values_that_are_coded_otherwise_than_keys_have_codes_of_their_own():
     """So have those that a merge changes, by other weights than it changes keys."""
     for text in ("kivi(group=16)", "kvmerger(budget=48)"):
-        cache = allocation.empty(parse(text), LATENT.config, 2, 142, 52, jnp.float32)
+        cache = CacheShape(parse(text), LATENT.config, 2, 142, 52, jnp.float32).empty()
         assert jax.tree.leaves(cache.layers[0].tiers[0].v)
 
 
@@ -237,7 +237,7 @@ def test_a_prompt_attends_tile_by_tile(window: int | None):
 def test_kernels_refuse_them():
     with pytest.raises(ValueError, match="the tpu kernel of prefill_attention does not take values of 32 channels"):
         prompt_kernel("tpu", jnp.bfloat16, 64, 32, 1)
-    (plan, *_), (layers, _) = allocation.layout(parse("int8"), wide(32).config, 2, 142, 52, jnp.float32)
+    (plan, *_), (layers, _) = CacheShape(parse("int8"), wide(32).config, 2, 142, 52, jnp.float32).layout()
     config = replace(plan.tiers[0], kernels="tpu")
     with pytest.raises(ValueError, match="decode_attention does not take values of 32 channels beside keys of 16"):
         kernel_of(layers[0].tiers[0], config, D, G)

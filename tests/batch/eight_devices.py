@@ -30,7 +30,7 @@ from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.methods.quantization import Affine, LowRank
 from jkv.models import Params
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.codebook import Codebook  # noqa: E402
@@ -171,7 +171,7 @@ def products() -> list[float]:
     for text in ("data=2,model=2", "data=2,model=2,context=2"):
         over = sharding.MeshPlan(sharding.parse_mesh(text, jax.devices(), wide.config))
         config, params = methods.parse("full").over(over), jax.device_put(wide, over.shardings(wide))
-        cache, ids = allocation.empty(config, params.config, 4, 512, 16, jnp.float32), jnp.ones((4, 512), jnp.int32)
+        cache, ids = CacheShape(config, params.config, 4, 512, 16, jnp.float32).empty(), jnp.ones((4, 512), jnp.int32)
         program, _ = compiled(decode_loop.prefill_own.whole, params, cache, ids, over=over, fresh=True)
         found.append(program.program.cost_analysis()["flops"])
     return found
@@ -193,7 +193,7 @@ def forced(cache: str, over: sharding.MeshPlan | None) -> tuple[decode_loop.Deco
     (n, steps), model, params = TOKENS.shape, PARAMS.config, PARAMS
     if over is not None:
         config, params = config.over(over), jax.device_put(params, over.shardings(params))
-    cache = allocation.empty(config, model, n, steps, steps, jnp.float32)
+    cache = CacheShape(config, model, n, steps, steps, jnp.float32).empty()
     logits = jnp.zeros((n, model.vocab))
     state = decode_loop.Decoding.start(cache, logits, steps, forced=jnp.asarray(TOKENS), traced=True)
     draws = sampling.make(n, model.vocab, seeds=range(n), stop_ids=())

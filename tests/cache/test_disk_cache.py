@@ -20,7 +20,7 @@ from jkv.core.compilation import Cost
 from jkv.generation.inspect import summary
 from jkv.generation.receipt import pages_asked
 from jkv.methods.compatibility import check
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig
 
 ONE = models.random(dict(models.TINY, num_hidden_layers=1), 0, jnp.float32)
@@ -121,7 +121,7 @@ def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
 def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path, monkeypatch):
     """As in a batch: what failed before, and elsewhere, is not told in its place."""
     config = methods.parse(f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})")
-    cache = allocation.empty(config, ONE.config, 1, 64, 8, jnp.float32)
+    cache = CacheShape(config, ONE.config, 1, 64, 8, jnp.float32).empty()
     disk_pages.FAILED.append(OSError(5, "another failure", "elsewhere"))
     monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left on device: a cache's codes go there; free space"):
@@ -131,7 +131,7 @@ def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path
 @pytest.mark.slow
 def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the_device_from_disk(tmp_path):
     rows = [np.random.default_rng(1).integers(0, ONE.config.vocab, 440).tolist()]
-    most = allocation.shaped(methods.parse("full"), ONE.config, 1, 504, 64, jnp.float32).nbytes // 8
+    most = CacheShape(methods.parse("full"), ONE.config, 1, 504, 64, jnp.float32).shapes().nbytes // 8
     far = f"full(recent=0, block=8, host='auto', disk={str(tmp_path)!r}, device_bytes={most})"
     own, far = (ran(text, rows) for text in ("full(recent=0)", far))
     assert far.tokens == own.tokens
@@ -144,6 +144,6 @@ def test_a_folder_without_codes_and_a_path_that_is_a_file_are_refused(tmp_path):
         check(methods.parse("full(disk='somewhere')"), ONE.config)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        allocation.empty(
+        CacheShape(
             methods.parse(f"full(host='all', disk={str(tmp_path / 'file')!r})"), ONE.config, 1, 40, 8, "float32"
-        )
+        ).empty()

@@ -21,7 +21,7 @@ from jkv.core import decode_loop, sampling
 from jkv.core.compilation import Compiled
 from jkv.generation.receipt import moved_bytes, pages_asked
 from jkv.methods.compatibility import check
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Code
 from support import rig
 
@@ -35,7 +35,7 @@ QUEST = "quest(pages=3, page=8, dense_layers=0"
 def empty(text: str, longest: int = 70, new: int = NEW) -> Cache:
     config = methods.parse(text)
     check(config, MODEL)
-    return allocation.empty(config, MODEL, len(ROWS), longest, new, jnp.float32)
+    return CacheShape(config, MODEL, len(ROWS), longest, new, jnp.float32).empty()
 
 
 @jax.jit
@@ -258,7 +258,7 @@ def test_rows_are_picked_put_and_saved_as_those_of_the_device_are(tmp_path):
 @pytest.mark.slow
 def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the_device():
     rows = [np.random.default_rng(1).integers(0, MODEL.vocab, 440).tolist()]
-    most = allocation.shaped(methods.parse("full"), MODEL, 1, 504, 64, jnp.float32).nbytes // 8
+    most = CacheShape(methods.parse("full"), MODEL, 1, 504, 64, jnp.float32).shapes().nbytes // 8
     own, far = (
         jkv.generate(ONE, text, rows, max_new_tokens=20)
         for text in ("full(recent=0)", f"full(recent=0, block=8, host='auto', device_bytes={most})")

@@ -15,7 +15,7 @@ import jkv.models as models
 from jkv import methods
 from jkv.cache.cache import tree_bytes
 from jkv.core import decode_loop, sampling
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def shapes(tree: Any) -> Any:
 def compiled_loop(text: str) -> tuple[Any, Any]:
     """The compiled decode loop and the shapes of its cache, one row of up to 20,000 tokens."""
     params = models.random(WIDE)
-    empty = allocation.empty(methods.parse(text), params.config, 1, 20_000, 64, jnp.float32)
+    empty = CacheShape(methods.parse(text), params.config, 1, 20_000, 64, jnp.float32).empty()
     state = decode_loop.Decoding.start(empty, jnp.zeros((1, 100)), 64)
     drawn = sampling.make(1, 100, seeds=(0,), stop_ids=())
     return decode_loop.run_blocks.whole.lower(params, state, drawn, jnp.int32(64)).compile(AS_USERS), shapes(empty)
@@ -74,7 +74,7 @@ def test_temporaries_are_under_a_tenth_of_the_cache(text: str):
 
 def prefill_temporaries(text: str, tokens: int) -> int:
     params = models.random(WIDE)
-    empty = allocation.empty(methods.parse(text), params.config, 1, 6016, 16, jnp.float32)
+    empty = CacheShape(methods.parse(text), params.config, 1, 6016, 16, jnp.float32).empty()
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     program = decode_loop.prefill.whole.lower(shapes(params), shapes(empty), ids, fresh=tokens > 512).compile(AS_USERS)
     return program.memory_analysis().temp_size_in_bytes

@@ -20,7 +20,7 @@ from jkv.methods.budgets.sizes import All, Tokens
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.eviction.position import Newest
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Score
 from support import rig
 from support.rig import BUDGET, LONGEST, MODEL, D, H
@@ -61,7 +61,7 @@ class Late(Score):
 
 def test_among_equals_the_older_stays():
     config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
-    cache = allocation.empty(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    cache = CacheShape(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32).empty()
     cache, _ = decode_loop.prefill(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
     coded = [rig.held(cache, 0)[0][0, 0]]
     for i in range(33):

@@ -22,7 +22,7 @@ from jkv.core import compilation, decode_loop
 from jkv.generation import inspect
 from jkv.io import load as loading
 from jkv.models.layers.mamba2_ssd import STRETCH
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.greedy import greedy
 from support.tiny import GATED
 
@@ -187,19 +187,19 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
     waits = (m.kernel - 1 + block) * m.channels * 4 + block * m.heads * 4 + 4 + written
     want = 2 * len(m.at) * (state + waits)
     assert [
-        tree_bytes(allocation.empty(methods.parse("full"), c, 2, n, 16, jnp.float32).states) for n in (32, 512)
+        tree_bytes(CacheShape(methods.parse("full"), c, 2, n, 16, jnp.float32).empty().states) for n in (32, 512)
     ] == [want] * 2
     out, _ = answered(params.config.family)
     assert out.receipt.bytes_kept == out.cache.nbytes == out.receipt.bytes_predicted
     assert out.receipt.bytes_states == want and f"states       {want:,} of these bytes" in str(out.receipt)
-    full = allocation.empty(
+    full = CacheShape(
         methods.parse("full"), c, 2, bucket(max(map(len, PROMPTS))) + -(-NEW // 64) * 64, 64, jnp.float32
-    )
+    ).empty()
     assert out.receipt.bytes_full == full.nbytes
 
 
 def test_one_budget_in_bytes_leaves_room_for_the_states():
-    cache = allocation.empty(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32)
+    cache = CacheShape(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32).empty()
     assert tree_bytes(cache.states) < cache.nbytes <= 60_000
 
 

@@ -38,7 +38,8 @@ from jkv.io import trained_weights as trained
 from jkv.io.fingerprint import weights
 from jkv.io.object_store import names
 from jkv.methods.eviction import trained_gates
-from jkv.prompts import allocation, chunking
+from jkv.prompts import chunking
+from jkv.prompts.allocation import CacheShape
 from support import rig, stores
 from support.rig import PROMPT
 from support.stores import Killed, PrefixCache
@@ -271,7 +272,7 @@ def test_a_sample_that_fails_fails_its_row_alone(tmp_path: Path, monkeypatch: py
 def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
     """In those of one row, whatever the batch: as `jkv.generate` reads them; or as the cache asks."""
     if "chunk" not in cache:
-        blank = allocation.shaped(methods.parse(cache), PARAMS.config, 1, 208 + 64, 64, jnp.float32)
+        blank = CacheShape(methods.parse(cache), PARAMS.config, 1, 208 + 64, 64, jnp.float32).shapes()
         room = chunking.needed(blank, 64, fresh=False, over=None, copies=False)
         monkeypatch.setattr(job_run, "spare", lambda over: room)
     asked = [{"tokens": RNG.integers(0, 100, n).tolist(), "max_new_tokens": 5} for n in (200, 150, 40)]
@@ -348,7 +349,7 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     needed, one = (
         batch_size.needed(PARAMS, shapes(4), None),
-        allocation.empty(task.config, PARAMS.config, 1, 96, 64, jnp.float32),
+        CacheShape(task.config, PARAMS.config, 1, 96, 64, jnp.float32).empty(),
     )
     state = jax.eval_shape(shapes(4).state)
     assert state.cache.nbytes == 4 * one.nbytes
@@ -376,7 +377,7 @@ def test_a_prompt_in_two_pieces_is_the_prompt():
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
     whole = decode_loop.prefill(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
     config = methods.parse(text)
-    first = allocation.empty(config.uncompressed(64), rig.MODEL, 3, 64, 0, jnp.float32)
+    first = CacheShape(config.uncompressed(64), rig.MODEL, 3, 64, 0, jnp.float32).empty()
     ids = np.full((3, 64), -1, np.int32)
     cut = (60, 35)
     for row, n in enumerate(cut):

@@ -7,7 +7,7 @@ import pytest
 from jkv import methods
 from jkv.core import decode_loop
 from jkv.eval import attention_recall
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 from support import rig
 from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, G, H
 
@@ -18,7 +18,7 @@ IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
 @pytest.mark.slow
 def test_what_quest_reads_of_the_first_layer_is_what_its_bounds_promise():
     config = methods.parse(f"quest(pages=3, page={PAGE}, dense_layers=0)")
-    cache = empty(config, MODEL, 2, LENGTHS[1], N, jnp.float32)
+    cache = CacheShape(config, MODEL, 2, LENGTHS[1], N, jnp.float32).empty()
     cache, _ = decode_loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, :PREFIX]), fresh=True)
     shares, count = attention_recall.recovered(PARAMS, cache, IDS)
     assert shares.shape == (MODEL.layers, N, 2, H)

@@ -49,7 +49,7 @@ def test_sharing_changes_no_cache(case: Case):
     how = {"params": case.params, "config": config, "rows": rows, "room": STEPS, "cost": Cost()}
     shared = Shared(**how, length=PROMPT.shape[1], known=lambda: asked.append(0) or known(case.model))
     run = rig.shared(case.tight, case.model)
-    same(config.prefill(shared), (run.caches[0], run.logits[0]))
+    same(shared.run(), (run.caches[0], run.logits[0]))
     assert bool(asked) == OWN.isdisjoint(re.findall(r"\w+", case.text))
 
 

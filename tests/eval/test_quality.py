@@ -20,7 +20,7 @@ from jkv.generation.receipt import divergence
 from jkv.io import trained_weights
 from jkv.io.load import load
 from jkv.methods import CATALOGUE, parse
-from jkv.prompts.allocation import empty
+from jkv.prompts.allocation import CacheShape
 from support import tiny
 from support.speaking import PARAMS, byte_tokenizer
 
@@ -68,13 +68,13 @@ def test_bytes_are_of_every_prompt_whatever_is_read_beside_it(batch, monkeypatch
 
     def generate(params, config, rows, max_new_tokens):
         n = jnp.asarray([*map(len, rows)])
-        cache = empty(config, PARAMS.config, len(rows), int(n.max()), 16, jnp.float32)
+        cache = CacheShape(config, PARAMS.config, len(rows), int(n.max()), 16, jnp.float32).empty()
         return SimpleNamespace(text=[""] * len(rows), cache=replace(cache, counts=replace(cache.counts, seen=n)))
 
     monkeypatch.setattr(quality, "generate", generate)
     _, held = quality.answer(PARAMS, config, [([1] * n, []) for n in lengths], 16, True, batch)
     found = quality.mean(held)
-    alone = [empty(config, PARAMS.config, 1, n, 0, jnp.float32).nbytes for n in lengths]
+    alone = [CacheShape(config, PARAMS.config, 1, n, 0, jnp.float32).empty().nbytes for n in lengths]
     assert (found.context, found.bytes, found.bytes_full) == (154, sum(alone) // 5, 154 * 2 * 2 * 2 * 16 * 4)
 
 

@@ -18,6 +18,7 @@ from jkv import models
 from jkv.generation import cache_file
 from jkv.io import array_file
 from jkv.io.errors import FormatError
+from jkv.prompts.allocation import CacheShape
 from support import tiny
 
 PARAMS = models.random(dict(models.TINY, hidden_size=16, intermediate_size=16, num_hidden_layers=1))
@@ -123,14 +124,13 @@ def test_every_field_of_the_description_is_needed(path, field):
 
 
 def test_a_config_that_means_other_numbers_by_now_is_refused(path, monkeypatch):
-    from jkv.generation import cache_file
+    later = CacheShape.layout
 
-    later = cache_file.layout
+    def layout(shape: CacheShape) -> Any:
+        config = dataclasses.replace(shape.config, recent=shape.config.recent + 1, block=shape.config.block - 1)
+        return later(dataclasses.replace(shape, config=config))
 
-    def layout(config: Any, *more: Any) -> Any:
-        return later(dataclasses.replace(config, recent=config.recent + 1, block=config.block - 1), *more)
-
-    monkeypatch.setattr(cache_file, "layout", layout)
+    monkeypatch.setattr(CacheShape, "layout", layout)
     with pytest.raises(FormatError, match="meant other numbers to the jkv that wrote it.*prefill the prompt again"):
         jkv.load_cache(path, PARAMS)
 

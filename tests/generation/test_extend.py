@@ -46,7 +46,7 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
     later = (question >= 0).sum(1).tolist()
     after, logits = decode_loop.prefill(params, before, jnp.asarray(question), later=True)
     assert np.isfinite(np.asarray(logits)).all()
-    start = before.seen.tolist() if config.prefill.skips else LENGTHS
+    start = before.seen.tolist() if config.prefill.traits.skips else LENGTHS
     assert after.prompt.tolist() == list(start) and after.counts.later.tolist() == later
     was, now, answered = held(before), held(after), after
     if not share:

@@ -20,13 +20,13 @@ DRAWN = dict(max_new_tokens=24, temperature=1.0, stop_ids=())
 @pytest.fixture
 def read(monkeypatch) -> list[int]:
     """The rows of every prefill."""
-    found, real = [], prefill.Prompts.prefill
+    found, real = [], prefill.PrefillRunner.prefill
 
     def mine(self):
         found.append(len(self.rows))
         return real(self)
 
-    monkeypatch.setattr(prefill.Prompts, "prefill", mine)
+    monkeypatch.setattr(prefill.PrefillRunner, "prefill", mine)
     return found
 
 

@@ -20,14 +20,14 @@ from jkv.attention.tier_attention import kernel_codes
 from jkv.generation.receipt import kernels_of, kernels_off
 from jkv.kernels.decode_attention import reference, selftest
 from jkv.kernels.decode_attention.tpu_operands import least_tile
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 PARAMS = models.random(dict(models.TINY, hidden_size=256))
 
 
 def empty(text: str, kind: str):
     config = replace(methods.parse(text), kernels=kind)
-    return allocation.empty(config, PARAMS.config, 1, 256, 16, jnp.float32)
+    return CacheShape(config, PARAMS.config, 1, 256, 16, jnp.float32).empty()
 
 
 def made(text: str, kind: str) -> str:
@@ -44,7 +44,7 @@ def test_a_tpu_reads_them(text: str):
 @pytest.mark.parametrize("text", ["int8", *(f"kivi(group={n})" for n in (16, 32, 128))])
 def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
     """In whole tiles of its kernel, so that no step is padded; of 400 tokens kivi(group=32) had 384 slots."""
-    cache = allocation.empty(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32)
+    cache = CacheShape(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32).empty()
     config, tier = cache.plan[0].tiers[0], cache.layers[0].tiers[0]
     k, _ = jax.eval_shape(partial(kernel_codes, config=config), tier)
     assert k is not None and k.codes.shape[2] % least_tile(k) == 0 and kernels_of(cache) == "tpu"

@@ -17,7 +17,7 @@ from jkv.attention import dense
 from jkv.attention.mask import causal
 from jkv.core import decode_loop, deferred_prefill
 from jkv.kernels.prefill_attention import reference, selftest, spans, tpu, walks_of
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 pytestmark = pytest.mark.hardware
 
@@ -58,7 +58,7 @@ def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str)
     """As traced, where layers that are alike are one; of the last one only the newest queries of a prompt run."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncompressed(80)
-    cache = allocation.empty(config, params.config, 1, 80, 0, jnp.float32)
+    cache = CacheShape(config, params.config, 1, 80, 0, jnp.float32).empty()
     ids, span = jnp.ones((1, 40), jnp.int32), jnp.zeros((1, 2), jnp.int32)
     probe = partial(deferred_prefill.probe, by=config.prefill.probe)
     for calls, function, *more in ((1, partial(decode_loop.prefill, fresh=True)), (1, probe, span)):

@@ -18,7 +18,7 @@ from jkv.attention import evidence
 from jkv.core import decode_loop
 from jkv.kernels.attention_column_sums import reference, selftest, tpu
 from jkv.kernels.prefill_attention.selftest import Case
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 pytestmark = pytest.mark.hardware
 
@@ -83,7 +83,7 @@ def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: i
     """As traced, for the two layers of a model; few queries are the loop's."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
-    cache = allocation.empty(config, params.config, 1, tokens, 0, jnp.float32)
+    cache = CacheShape(config, params.config, 1, tokens, 0, jnp.float32).empty()
     ids = jnp.ones((1, tokens), jnp.int32)
     traced = str(jax.make_jaxpr(partial(decode_loop.prefill, fresh=True))(params, cache, ids))
     assert traced.count("name=column_sums") in ({calls, calls // 2} if calls else {0})  # layers may share a flush
@@ -105,7 +105,7 @@ def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
     found = []
     for kernel in (kind, "xla"):
         monkeypatch.setattr(kernels, "native", lambda kernel=kernel: kernel)
-        cache = allocation.empty(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype)
+        cache = CacheShape(methods.parse("h2o(budget=32)"), params.config, 2, 150, 0, dtype).empty()
         with pltpu.force_tpu_interpret_mode() if kernel == "tpu" else nullcontext():
             cache, _ = decode_loop.prefill(params, cache, ids, fresh=True)
         tier = cache.layers[0].tiers[0]

@@ -24,7 +24,7 @@ from jkv.kernels.scatter_slots import tpu as placing
 from jkv.methods.quantization import Affine, Dense, Sparse
 from jkv.methods.quantization.float8 import Float
 from jkv.methods.quantization.lookup import Bfp, Levels
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Codec, KernelCodes
 
 pytestmark = pytest.mark.hardware
@@ -310,7 +310,7 @@ def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str, atol: flo
 
     def logits(kind: str) -> np.ndarray:
         config = replace(methods.parse(text), kernels=kind)
-        empty = allocation.empty(config, params.config, 2, 120, new, jnp.float32)
+        empty = CacheShape(config, params.config, 2, 120, new, jnp.float32).empty()
         cache, first = decode_loop.prefill(params, empty, ids, fresh=True)
         if kind == "tpu":
             assert {tier.capacity % 128 for tier in cache.plan[0].tiers} == {0}

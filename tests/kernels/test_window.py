@@ -21,7 +21,7 @@ from jkv.attention.recent_window import window_kernel
 from jkv.core import decode_loop
 from jkv.generation.receipt import kernels_off
 from jkv.kernels.window_attention import reference, selftest
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 pytestmark = pytest.mark.hardware
 
@@ -95,7 +95,7 @@ def test_steps_ask_the_kernel_for_the_same(more, monkeypatch):
     found = []
     for kind in ("gpu", "xla"):
         config = replace(methods.parse("snapkv(budget=16, window=8)"), kernels=kind, recent=4, block=5)
-        cache = allocation.empty(config, params.config, 2, 20, 8, jnp.bfloat16)
+        cache = CacheShape(config, params.config, 2, 20, 8, jnp.bfloat16).empty()
         cache, logits = decode_loop.prefill(params, cache, ids, fresh=True)
         for token in ((3, 4), (5, -1), (6, 7), (8, 9), (1, 2), (2, 3)):
             cache, logits = decode_loop.step(params, cache, jnp.array(token))
@@ -129,5 +129,5 @@ def test_which_one_reads_it(monkeypatch):
         with pytest.raises(ValueError, match=f"the gpu kernel of window_attention does not take {why}"):
             window_kernel("gpu", dtype, dim, width, 4)
     monkeypatch.setattr(kernels, "native", lambda: "gpu")
-    cache = allocation.empty(methods.parse("full"), models.random(models.TINY).config, 1, 64, 16, jnp.float32)
+    cache = CacheShape(methods.parse("full"), models.random(models.TINY).config, 1, 64, 16, jnp.float32).empty()
     assert "window_attention runs on xla: the gpu kernel does not take keys in float32" in kernels_off(cache)

@@ -16,7 +16,7 @@ from jkv.methods import CATALOGUE, parse
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.budgets.sizes import Beyond, Tokens, beyond
 from jkv.methods.compatibility import check
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Budget
 from support.rig import AROUND, CASES, MODEL, PARAMS
 
@@ -33,7 +33,7 @@ def written(name: str, size: str) -> str:
 
 
 def planned(text: str, longest: int = LENGTH, new: int = 0):
-    return layout(parse(text), MODEL, 1, longest, new, jnp.float32)
+    return CacheShape(parse(text), MODEL, 1, longest, new, jnp.float32).layout()
 
 
 def limits(plans, seen: int, generated: int = 0) -> list[int]:

@@ -13,7 +13,7 @@ from jkv.cache.cache import tree_bytes
 from jkv.io import trained_weights
 from jkv.methods.budgets.sizes import Beyond
 from jkv.methods.prefill.deferred import PromptCompression
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 # no weights, and no plan, of these come with jkv
 GIVEN = ("kvzap", "fastkvzip", "duoattention", "planned", "s3attention")
@@ -49,8 +49,8 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
     for text in texts(name):
         config = methods.parse(text).bound(WORDLESS)  # type: ignore[arg-type]
         for new, share in followed(config):
-            plan, (layers, _) = allocation.layout(config, MODEL, 1, PROMPT + new, new, dtype)
-            _, (full, _) = allocation.layout(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype)
+            plan, (layers, _) = CacheShape(config, MODEL, 1, PROMPT + new, new, dtype).layout()
+            _, (full, _) = CacheShape(methods.parse("full"), MODEL, 1, PROMPT + new, new, dtype).layout()
             for layer, made in zip(plan, layers, strict=True):
                 reads = max(layer.needs.queries, layer.block if layer.needs.new else 0)
                 assert (0 if made.queries is None else made.queries.pos.shape[1]) == reads, text
@@ -60,7 +60,7 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
                 assert "keeps every token" in base.text and took < 1.25 * whole, text
             elif config.budget.statistic and not config.budget.bounded:  # until a prompt says which layers hold less
                 assert took < 1.01 * whole, text
-            elif name == "full" or config.prefill.skips:  # what is read of a prompt is held
+            elif name == "full" or config.prefill.traits.skips:  # what is read of a prompt is held
                 assert took == whole, text
             else:
                 assert took < share * whole, f"{text}: {took / whole:.2f} of the full cache"
@@ -80,11 +80,11 @@ def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
 def test_layers_that_are_exempt_keep_everything():
     for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
         config = methods.parse(f"knorm({size}, dense_layers=2)")
-        plan, (layers, _) = allocation.layout(config, MODEL, 1, PROMPT, 0, jnp.float32)
+        plan, (layers, _) = CacheShape(config, MODEL, 1, PROMPT, 0, jnp.float32).layout()
         assert [x.capacity == PROMPT for x in plan] == [True] * 2 + [False] * 28, size
         assert not plan[0].tiers[0].evicts and all(x.tiers[0].evicts for x in plan[2:])
         assert "bytes" not in size or tree_bytes(layers) <= 20 * 2**20
-        plain, _ = allocation.layout(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32)
+        plain, _ = CacheShape(methods.parse(f"knorm({size})"), MODEL, 1, PROMPT, 0, jnp.float32).layout()
         assert "bytes" in size or [x.capacity for x in plan[2:]] == [x.capacity for x in plain[2:]]
     with pytest.raises(ValueError, match="0 or more"):
         methods.parse("knorm(budget=256, dense_layers=-1)")

@@ -21,7 +21,7 @@ from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, TierSpec
 from jkv.methods.quantization import Dense
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Code, Codec
 from support.codebook import Codebook
 
@@ -107,9 +107,11 @@ def test_a_plan_shares_no_array_with_its_config_nor_between_tiers(layers: int):
     """A program that takes a cache over takes its plan along."""
     config = replace(OWN, tiers=(TierSpec(size=0.5), TierSpec()))
     config = replace(config, codec=jax.tree.map(lambda x: x[:layers], config.codec))
-    plan = allocation.empty(
-        config, models.read_config(SHAPE | dict(num_hidden_layers=layers)), 1, 90, 30, jnp.float32
-    ).plan
+    plan = (
+        CacheShape(config, models.read_config(SHAPE | dict(num_hidden_layers=layers)), 1, 90, 30, jnp.float32)
+        .empty()
+        .plan
+    )
     held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((plan, config))]
     assert len(jax.tree.leaves(plan)) == 4 * layers and len(set(held)) == len(held)
 

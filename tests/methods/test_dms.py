@@ -17,7 +17,7 @@ from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.methods.config import resolve
 from jkv.methods.eviction import dms
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig
 from support.rig import LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from support.scenes import evidence
@@ -175,4 +175,4 @@ def test_a_model_without_switches_says_how_to_train_them():
     with pytest.raises(ValueError, match="`jkv train dms --model"):
         jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no weights yet"):
-        allocation.layout(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32)
+        CacheShape(jkv.parse("dms(keep=1.0)"), MODEL, 1, 64, 0, jnp.float32).layout()

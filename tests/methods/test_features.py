@@ -22,7 +22,7 @@ from jkv.methods import parse
 from jkv.methods.prefill.deferred import PromptCompression
 from jkv.methods.prefill.s3attention import Dictionary, Featured, relevance
 from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.prefill import PrefillRunner
 from support import rig
 from support.rig import BUDGET, FEATURES, LENGTHS, PARAMS, PROMPT
 from support.tiny import LATENT, D, H, L
@@ -121,7 +121,8 @@ def test_words_are_those_of_bm25():
 def shortened(rows: list[list[int]], text: str) -> list[list[int]]:
     config = parse(text)
     assert isinstance(config.prefill, PromptCompression)
-    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost()))
+    runner = PrefillRunner(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost())
+    return config.prefill.shorten(PARAMS, rows, runner)
 
 
 @pytest.mark.parametrize(("window", "span", "lexical"), [(8, 8, 0.25), (12, 5, 0.0), (6, 7, 1.0)])

@@ -20,7 +20,7 @@ from jkv.io.errors import FormatError
 from jkv.methods.budgets.layers import Won
 from jkv.methods.budgets.sizes import Tokens
 from jkv.methods.eviction import trained_gates
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Born
 from support import rig, tiny
 from support.rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
@@ -258,7 +258,7 @@ def test_a_gate_of_another_model_is_refused():
     with pytest.raises(ValueError, match="`jkv train trimkv --model"):
         jkv.prefill(PARAMS, "trimkv(budget=48)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no weights yet"):
-        allocation.layout(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32)
+        CacheShape(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32).layout()
 
 
 def test_a_gate_serves_the_model_in_every_dtype():

@@ -24,7 +24,7 @@ from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefill.probes import Graded
 from jkv.models.weights.linear import Coded, decoded, forms
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.greedy import greedy
 from support import rig
 from support.rig import MODEL, PARAMS, H, L
@@ -130,7 +130,7 @@ def wanted(prompt: list[int], ids: list[int], first: int, end: int) -> list[np.n
 def test_attention_counts_as_much_as_the_last_states_depend_on_it():
     config, probe = parse(f"kvgrad(budget=16, piece={PIECE}, sinks={SINKS})"), Graded(piece=PIECE, sinks=SINKS)
     assert config.prefill.probe == probe
-    cache = allocation.empty(config.uncompressed(32), MODEL, 2, 32, 0, jnp.float32)
+    cache = CacheShape(config.uncompressed(32), MODEL, 2, 32, 0, jnp.float32).empty()
     cache, _ = decode_loop.prefill(PARAMS, cache, pad(ROWS, 32), fresh=True)
     parts = probe.texts(PARAMS, ROWS, greedy)
     assert [x.span for x in parts] == [[(0, 12), (0, 12)], [(12, 20), (12, 24)], [(24, 24), (24, 26)]]
@@ -204,7 +204,7 @@ def families(name: str) -> tuple[models.Params, Any, np.ndarray]:
 def dense(params: models.Params, config: CacheConfig, ids: list[int]) -> Cache:
     """All of a prompt in the recent windows."""
     dtype = params.embed.dtype
-    cache = allocation.empty(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, dtype)
+    cache = CacheShape(config.uncompressed(len(ids)), params.config, 1, len(ids), 0, dtype).empty()
     return decode_loop.prefill(params, cache, jnp.asarray([ids], jnp.int32), fresh=True)[0]
 
 

@@ -24,7 +24,7 @@ from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import resolve
 from jkv.methods.layer_plan import METHOD, Plan
-from jkv.prompts.allocation import layout, sized
+from jkv.prompts.allocation import CacheShape
 from jkv.training.calibrate.layer_plan import Search, divided
 from jkv.training.data import corpora
 from jkv.training.recipes.locret import Batch
@@ -85,7 +85,7 @@ def test_a_layer_keeps_as_many_tokens_as_a_cache_of_its_choice(more, tmp_path):
 
 def planned_for(config):
     config = config.bound(PARAMS)
-    return resolve(config, MODEL, 96, 16, sized(config, MODEL, 1, 96, 16, jnp.float32))
+    return resolve(config, MODEL, 96, 16, CacheShape(config, MODEL, 1, 96, 16, jnp.float32).divide().sizes)
 
 
 def test_a_plan_of_codecs_alone_has_the_budget_of_its_candidates(tmp_path):
@@ -137,7 +137,7 @@ def calibrated(params, tmp_path, monkeypatch, most: int, *candidates: str, out: 
 
 
 def bytes_of(params, text: str) -> int:
-    return tree_bytes(layout(parse(text).bound(params), params.config, 1, 96, 0, jnp.float32)[1])
+    return tree_bytes(CacheShape(parse(text).bound(params), params.config, 1, 96, 0, jnp.float32).layout()[1])
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from jkv.cache.padding import pad
 from jkv.core import decode_loop, deferred_prefill
 from jkv.methods import CATALOGUE, compatibility, parse
 from jkv.methods.prefill.probes import AGAIN, Pseudo, Rebuilt
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.greedy import greedy
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.prefill import PrefillRunner
 from support import rig
 from support.rig import MODEL, PARAMS, H, L
 
@@ -26,7 +26,7 @@ ROOM = 80
 def found(text: str) -> list[np.ndarray]:
     """f64[B,H,T] of each layer: what the probes of a score learn about each position of ROWS."""
     config = parse(text)
-    cache = allocation.empty(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32)
+    cache = CacheShape(config.uncompressed(ROOM), MODEL, 2, ROOM, 0, jnp.float32).empty()
     cache, _ = decode_loop.prefill(PARAMS, cache, pad(ROWS, ROOM), fresh=True)
     assert config.prefill.probe is not None
     for part in config.prefill.probe.texts(PARAMS, ROWS, greedy):
@@ -146,7 +146,7 @@ def test_the_best_by_what_was_learned_stay(form: str):
 
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     long = [[1] * 500]
-    monkeypatch.setattr(Prompts, "dense", lambda self: pytest.fail("the prompt was read first"))
+    monkeypatch.setattr(PrefillRunner, "dense", lambda self: pytest.fail("the prompt was read first"))
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):
         jkv.prefill(PARAMS, "dapq(budget=40, tokens=31)", long, reserve=0)
     with pytest.raises(ValueError, match="1000 tokens.*take a smaller piece="):

@@ -16,7 +16,7 @@ from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.methods.config import resolve
 from jkv.methods.selection import attention_predictor
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import rig, tiny
 from support.convolution import convolved
 from support.looks import entered, looked
@@ -249,7 +249,7 @@ def test_a_model_without_a_predictor_says_how_to_train_one():
     with pytest.raises(ValueError, match="`jkv train attentionpredictor --model"):
         jkv.prefill(PARAMS, "attentionpredictor", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no predictor yet"):
-        allocation.layout(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32)
+        CacheShape(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32).layout()
 
 
 def test_what_was_attended_to_cannot_be_taken_back():

@@ -18,7 +18,7 @@ from jkv.generation.cache_file import load_cache, save_cache
 from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Merge
 from support import rig
 from support.rig import FORCED, MODEL, PARAMS, PROMPT, D, G, H
@@ -57,7 +57,7 @@ CONFIG = replace(parse("knorm(budget=48)"), merge=Linear(), name="")
 
 
 def begun(config: CacheConfig, params=PARAMS):
-    state = allocation.empty(config, MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32)
+    state = CacheShape(config, MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32).empty()
     return decode_loop.prefill(params, state, jnp.asarray(PROMPT), fresh=True)
 
 

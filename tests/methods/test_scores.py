@@ -20,7 +20,7 @@ from jkv.methods.eviction.position import Newest, Pool, Protect
 from jkv.methods.eviction.wrappers import AcrossHeads
 from jkv.methods.selection.quest import PageBound
 from jkv.models.rope import Rope
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Born, Needs, Score
 from support.looks import entered, looked
 from support.scenes import attending, evidence
@@ -187,7 +187,7 @@ class Record(Score):
 def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
     """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""
     config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
-    cache = allocation.empty(config, MODEL, 2, 140, 40, jnp.float32)
+    cache = CacheShape(config, MODEL, 2, 140, 40, jnp.float32).empty()
     ids = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab, (2, 140)))
     cache, _ = decode_loop.prefill(PARAMS, cache, ids[:, :40], fresh=True)
     at = 40

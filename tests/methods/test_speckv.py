@@ -16,7 +16,7 @@ from jkv.methods import parse
 from jkv.methods.prefill.deferred import PromptCompression, chosen, smoothed
 from jkv.methods.prefill.probes import Drafted
 from jkv.prompts.greedy import greedy
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.prefill import PrefillRunner
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
 from support.selections import best, newest
@@ -60,7 +60,8 @@ def read_as(row: int, said: list[int], tokens: int, window: int, around: int) ->
 def shortened(rows: list[list[int]], text: str = CASES["specpc"][0].tight) -> list[list[int]]:
     config = parse(text)
     assert isinstance(config.prefill, PromptCompression)
-    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost()))
+    runner = PrefillRunner(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost())
+    return config.prefill.shorten(PARAMS, rows, runner)
 
 
 def test_a_prompt_is_read_as_what_a_draft_looks_at():

@@ -38,7 +38,7 @@ from jkv.methods.eviction.trained_gates import Trained
 from jkv.methods.eviction.wrappers import Groups
 from jkv.methods.prefill.deferred import Deferred
 from jkv.methods.prefill.probes import Pseudo
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
 from support.rig import MODEL, D, G, H, L
@@ -352,7 +352,7 @@ def test_a_probe_fills_the_column_of_whatever_reads_it():
     score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
     config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
     cache, rows = (
-        allocation.empty(config.uncompressed(40), MODEL, 1, 40, 0, jnp.float32),
+        CacheShape(config.uncompressed(40), MODEL, 1, 40, 0, jnp.float32).empty(),
         jnp.asarray(rig.PROMPT[:1, -40:]),
     )
     cache, _ = decode_loop.prefill(rig.PARAMS, cache, rows, fresh=True)

@@ -11,7 +11,7 @@ from jkv import methods, models
 from jkv.cache.cache import tree_bytes
 from jkv.core import decode_loop, sampling
 from jkv.models.weights import bitstack, linear, quantize
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support.tiny import SUNK
 
 OUT, IN, K, N = 20, 52, 4, 3  # the last byte of a row has four bits to spare
@@ -115,7 +115,7 @@ def test_a_step_makes_no_float_copy_of_a_matrix(rows, n):
 def test_the_loop_of_steps_makes_no_floats_of_its_matrices(n):
     wide = dict(models.TINY, hidden_size=256, intermediate_size=1024)
     p = models.abstract(models.read_config(wide), form=form(n))
-    cache = allocation.empty(methods.parse("full"), p.config, 1, 48, 16, jnp.float32)
+    cache = CacheShape(methods.parse("full"), p.config, 1, 48, 16, jnp.float32).empty()
     state = decode_loop.Decoding.start(cache, jnp.zeros((1, 100)), 16)
     drawn = sampling.make(1, 100, seeds=(0,), stop_ids=())
     bare = dataclasses.replace(state, cache=cache.bare)

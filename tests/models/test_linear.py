@@ -19,7 +19,7 @@ from jkv.io.gguf import Rows, Tensor
 from jkv.io.gguf_model import read_gguf
 from jkv.io.load import FORMS
 from jkv.models.weights import linear, quantize
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import ggufs
 
 KIND = np.dtype("float32")
@@ -125,7 +125,7 @@ def test_a_step_makes_no_float_copy_of_a_matrix():
 def test_the_loop_of_steps_makes_no_floats_of_its_matrices(form, rows):
     wide = dict(models.TINY, hidden_size=256, intermediate_size=1024)
     p = models.abstract(models.read_config(wide), form=form)
-    cache = allocation.empty(methods.parse("full"), p.config, rows, 48, 16, jnp.float32)
+    cache = CacheShape(methods.parse("full"), p.config, rows, 48, 16, jnp.float32).empty()
     state = decode_loop.Decoding.start(cache, jnp.zeros((rows, 100)), 16)
     drawn = sampling.make(rows, 100, seeds=(0,) * rows, stop_ids=())
     bare = dataclasses.replace(state, cache=cache.bare)

@@ -16,7 +16,7 @@ from jkv.core import decode_loop
 from jkv.core.layer_step import last_logits
 from jkv.io import load
 from jkv.models.weights import linear, quantize
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from support import ggufs
 
 BF16 = jnp.dtype("bfloat16")
@@ -73,7 +73,7 @@ def products(jaxpr: Any) -> list[str]:
 
 def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
-    empty = allocation.empty(methods.parse("full"), p.config, 1, 600, 16, jnp.float32)
+    empty = CacheShape(methods.parse("full"), p.config, 1, 600, 16, jnp.float32).empty()
     reads = jax.make_jaxpr(lambda ids: decode_loop.prefill.whole(p, empty, ids, fresh=True))(
         jnp.ones((1, 512), jnp.int32)
     )
@@ -89,7 +89,7 @@ def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
 def test_no_second_copy_of_the_weights():
     deep = dict(models.TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     p = models.abstract(models.read_config(deep))
-    empty = allocation.empty(methods.parse("full"), p.config, 1, 48, 16, jnp.float32)
+    empty = CacheShape(methods.parse("full"), p.config, 1, 48, 16, jnp.float32).empty()
     ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     made = [
         decode_loop.prefill.whole.lower(replace(p, prefill_dtype=x), empty, ids, fresh=True).compile().memory_analysis()

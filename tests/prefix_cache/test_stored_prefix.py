@@ -19,7 +19,7 @@ from jkv.io import load as loading
 from jkv.methods import parse
 from jkv.prefix_cache.prefix import refusal
 from jkv.prefix_cache.stored_prefix import StoredPrefixes
-from jkv.prompts.allocation import shaped
+from jkv.prompts.allocation import CacheShape
 from support import commands, rig
 from support.speaking import TINY, byte_tokenizer
 
@@ -76,7 +76,7 @@ def test_the_next_turn_finds_the_answer_where_the_cache_had_it_as_it_was(tmp_pat
 
 def kept(case: rig.Case) -> bool:
     config = case.config.bound(case.params)
-    return not refusal(config, shaped(config, case.params.config, 1, 64, 0, jnp.float32))
+    return not refusal(config, CacheShape(config, case.params.config, 1, 64, 0, jnp.float32).shapes())
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from jkv import methods, models
 from jkv.cache.cache import tree_bytes
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import prefill_own
-from jkv.prompts import allocation, chunking, prefill
+from jkv.prompts import chunking, prefill
+from jkv.prompts.allocation import CacheShape
 
 PARAMS = models.random(models.TINY)
 PROMPT = [(7 * i) % 97 for i in range(400)]
@@ -33,7 +34,7 @@ DELTA |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
 def compared(model: dict[str, Any], cache: str, tokens: int, chunk: int, dtype: Any) -> float:
     """What is estimated of a prefill, by its compiled programs' peak."""
     c, config = models.read_config(model), methods.parse(cache)
-    blank = allocation.shaped(config, c, 2, tokens + 64, 64, dtype)
+    blank = CacheShape(config, c, 2, tokens + 64, 64, dtype).shapes()
     cost, ids = Cost(runs=False), jax.ShapeDtypeStruct((2, chunk or tokens), jnp.int32)
     cost.begin(prefill_own, models.abstract(c, dtype), blank, ids, fresh=not chunk)
     copies = dtype == jnp.bfloat16
@@ -62,7 +63,7 @@ def test_the_estimate_is_near_the_peak_of_the_programs(case):
 
 def room_for(monkeypatch, n: int, fresh: bool, text: str) -> None:
     """Memory for n tokens at a time, and not for one more."""
-    blank = allocation.shaped(methods.parse(text), PARAMS.config, 1, 448 + 64, 64, jnp.float32)
+    blank = CacheShape(methods.parse(text), PARAMS.config, 1, 448 + 64, 64, jnp.float32).shapes()
     free = chunking.needed(blank, n, fresh=fresh, over=None, copies=False)
     monkeypatch.setattr(prefill, "spare", lambda over: free)
 
@@ -99,7 +100,7 @@ def test_a_method_that_needs_the_whole_prompt_gets_it_and_says_so(monkeypatch):
 
 
 def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypatch):
-    sizes_tried, real = [], prefill.Prompts.prefill
+    sizes_tried, real = [], prefill.PrefillRunner.prefill
 
     def mine(self):
         sizes_tried.append(self.chunk)
@@ -107,7 +108,7 @@ def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypat
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB")
         return real(self)
 
-    monkeypatch.setattr(prefill.Prompts, "prefill", mine)
+    monkeypatch.setattr(prefill.PrefillRunner, "prefill", mine)
     report = jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).receipt
     assert sizes_tried == [0, 256, 128] and report.chunk == 128 and report.reading.endswith("found no room for 256")
     with pytest.raises(jax.errors.JaxRuntimeError, match="9 GB"):
@@ -118,14 +119,14 @@ def test_another_error_is_raised_as_it_is(monkeypatch):
     def mine(self):
         raise jax.errors.JaxRuntimeError("lost")
 
-    monkeypatch.setattr(prefill.Prompts, "prefill", mine)
+    monkeypatch.setattr(prefill.PrefillRunner, "prefill", mine)
     with pytest.raises(jax.errors.JaxRuntimeError, match="lost"):
         jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4)
 
 
 def test_a_mesh_divides_rows_and_heads():
     """Of four devices, two of which share the heads, each has about a quarter of a block's numbers."""
-    one = allocation.shaped(methods.parse("full"), models.read_config(MOST), 2, 2048, 64, jnp.float32)
+    one = CacheShape(methods.parse("full"), models.read_config(MOST), 2, 2048, 64, jnp.float32).shapes()
     over = type("", (), {"mesh": type("", (), {"shape": {"data": 2, "model": 2}}), "bytes": lambda _, x: 0})()
     whole = chunking.needed(one, 2048, fresh=True, over=None, copies=False) - tree_bytes(one)
     share = chunking.needed(one, 2048, fresh=True, over=over, copies=False)  # type: ignore[arg-type]

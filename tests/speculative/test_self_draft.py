@@ -21,7 +21,7 @@ from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.methods.selection.oracle import PageMean
 from jkv.models import TINY, random
-from jkv.prompts.allocation import shaped
+from jkv.prompts.allocation import CacheShape
 from jkv.speculative import autoregressive, self_draft
 from jkv.speculative.build import build_drafter
 from jkv.speculative.decoding import Drafting
@@ -170,7 +170,7 @@ def test_a_copy_is_as_large_whatever_the_cache_and_making_it_takes_no_tier():
     """By the compiler, of a cache sixteen times as long: only dots and positions grow, 3 numbers of a slot."""
 
     def made(slots: int) -> tuple[int, int, int]:
-        cache = shaped(parse("full"), ONE.config, 2, slots, 64, jnp.float32)
+        cache = CacheShape(parse("full"), ONE.config, 2, slots, 64, jnp.float32).shapes()
         plan = tuple(x.view for x in Excerpts(parse("triforce(tokens=64)"))._plan(cache))
         logits = jax.ShapeDtypeStruct((2, 100), jnp.float32)
         state = jax.eval_shape(lambda logits: decode_loop.Decoding.start(cache, logits, 24), logits)

@@ -24,8 +24,8 @@ from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.registry import Row
 from jkv.models import Params
 from jkv.models.rope import Rope
-from jkv.prompts import allocation
-from jkv.prompts.prefill import Prompts
+from jkv.prompts.allocation import CacheShape
+from jkv.prompts.prefill import PrefillRunner
 from support.dense import dense_prompt, dense_step
 from support.tiny import (  # noqa: F401
     CAPPED,
@@ -448,7 +448,7 @@ def empty(text: str, rows: int = 2, longest: int = LONGEST, new: int = STEPS, pa
 def made(
     config: CacheConfig, rows: int = 2, longest: int = LONGEST, new: int = STEPS, params: Params = PARAMS
 ) -> Cache:
-    cache = allocation.empty(config, params.config, rows, longest, new, jnp.float32)
+    cache = CacheShape(config, params.config, rows, longest, new, jnp.float32).empty()
     return replace(cache, name="")  # so what has the same plan has the same programs
 
 
@@ -461,21 +461,21 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given(Prompts):
-    """Prompts whose caches have room for LONGEST tokens, whatever their own length."""
+class Given(PrefillRunner):
+    """A prefill whose caches have room for LONGEST tokens, whatever their own length."""
 
     def empty(self) -> Cache:
         return made(self.config, len(self.rows), params=self.params)
 
-    def prefill(self) -> tuple[Cache, jax.Array]:
-        return decode_loop.prefill(self.params, self.empty(), pad(self.rows, self.padded), fresh=True)
+    def fill(self, cache: Cache, chunk: int = 0) -> tuple[Cache, jax.Array]:
+        return decode_loop.prefill(self.params, cache, pad(self.rows, self.padded), fresh=True)
 
 
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
     config, rows = methods.parse(text), [row[row >= 0].tolist() for row in prompt]
     read = Given(params=params, config=config, rows=rows, reserve=STEPS, cost=Cost(), length=prompt.shape[1])
-    return config.prefill(read)
+    return read.run()
 
 
 def run(

@@ -16,7 +16,7 @@ from jkv import models
 from jkv.cache.cache import tree_bytes
 from jkv.io import load as loading
 from jkv.methods import parse
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 from jkv.training.distillation import kl
 from jkv.training.recipes import xecomla
 from support.commands import PARAMS, call, refused
@@ -133,7 +133,7 @@ def test_keys_and_values_share_the_best_latent():
 @pytest.mark.parametrize("rank", [6, 13])
 def test_a_token_takes_the_bytes_of_its_latent_and_its_rotated_key(rank):
     """In a tier; the window of exact tokens has the latent twice, as a key and as a value."""
-    cache = allocation.empty(parse("full"), made(rank).config, 2, 100, 28, jnp.float32)
+    cache = CacheShape(parse("full"), made(rank).config, 2, 100, 28, jnp.float32).empty()
     for layer in cache.layers:
         for part, each in ((layer.tiers[0], rank + ROPE_DIM), (layer.recent, 2 * rank + ROPE_DIM)):
             assert tree_bytes((part.k, part.v)) == 2 * part.pos.shape[-1] * 4 * each

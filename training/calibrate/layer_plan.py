@@ -16,7 +16,7 @@ from jkv.methods import layer_plan
 from jkv.methods.config import CacheConfig
 from jkv.methods.layer_plan import Plan
 from jkv.models import Params
-from jkv.prompts.allocation import layout
+from jkv.prompts.allocation import CacheShape
 from jkv.training.calibrate.heads import Found, Say
 from jkv.training.calibrate.moments import SOURCES
 from jkv.training.resumable_search import Measured
@@ -160,7 +160,7 @@ class Search:
         fixed = 0
         for choice in product(*self.options):
             config = self.config(choice).bound(self.params)
-            layers, states = layout(config, model, 1, self.length, 0, dtype)[1]
+            layers, states = CacheShape(config, model, 1, self.length, 0, dtype).layout()[1]
             sizes[:, *self._at(choice)], fixed = [tree_bytes(layer) for layer in layers], tree_bytes(states)
         return sizes, fixed
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from jax import Array
 from numpy.lib.stride_tricks import sliding_window_view
 
 from jkv.arrays.pytree import part
@@ -16,10 +15,10 @@ from jkv.methods.compatibility import refuse_first
 from jkv.methods.config import CacheConfig
 from jkv.methods.eviction.probes import LateOrProbed
 from jkv.methods.prefill.probes import Drafted
-from jkv.protocols import Prefill, Probe, Reading
+from jkv.protocols import DraftRunner, Prefill, PrefillTraits, Probe
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
 
 
 @part
@@ -36,7 +35,7 @@ class TokenPruning(Prefill):
     size: int | float
     layer: int | None = None
 
-    splits: ClassVar[bool] = False
+    traits: ClassVar = PrefillTraits(splits=False, chunks=False)
 
     def after(self, model: ModelConfig) -> int:
         """Index of the layer after which tokens are pruned."""
@@ -64,8 +63,7 @@ class Coded(Prefill):
     whole prompt, as papers measure it, and one forward pass of a text measures what a codec costs (`jkv eval codecs`).
     """
 
-    splits: ClassVar[bool] = False
-    coded: ClassVar[bool] = True
+    traits: ClassVar = PrefillTraits(splits=False, coded=True)
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         several = len(config.tiers) > 1 and config.pupils != [0]  # the fitted tier holds all of a prompt
@@ -86,12 +84,10 @@ class Deferred(Prefill):
 
     probe: Probe | None = None
 
-    splits: ClassVar[bool] = False
-    defers: ClassVar[bool] = True
-
     @property
-    def beside(self) -> str:
-        return "reads texts after the prompt" if self.probe else "asks every layer about the prompt"
+    def traits(self) -> PrefillTraits:
+        beside = "reads texts after the prompt" if self.probe else "asks every layer about the prompt"
+        return PrefillTraits(splits=False, chunks=False, defers=True, beside=beside)
 
     def check(self, config: CacheConfig, model: ModelConfig, chunk: int) -> None:
         if self.probe:
@@ -104,17 +100,9 @@ class Deferred(Prefill):
             )
         if chunk:
             raise ValueError(
-                f"{config} {self.beside}, which stays whole until then, and chunk={chunk} would cut it; prefill in one "
-                "piece (chunk=0)"
+                f"{config} {self.traits.beside}, which stays whole until then, and chunk={chunk} would cut it; prefill "
+                "in one piece (chunk=0)"
             )
-
-    def __call__(self, reading: Reading) -> tuple[Any, Array]:
-        texts = reading.texts(self.probe) if self.probe else []  # raises before the prompt is read
-        empty = reading.empty()
-        dense, logits = reading.dense()
-        if self.probe:
-            dense = reading.probe(dense, self.probe, texts)
-        return reading.compress(empty, dense), logits
 
 
 @part
@@ -134,24 +122,14 @@ class PromptCompression(Prefill):
     layers: int | None = None
     then: Prefill = Prefill()
 
-    splits: ClassVar[bool] = False
-    skips: ClassVar[bool] = True
-
     @property
-    def defers(self) -> bool:
-        return self.then.defers
+    def traits(self) -> PrefillTraits:
+        then = self.then.traits
+        return replace(then, splits=False, skips=True, beside=then.beside or "has a draft read the prompt first")
 
     @property
     def probe(self) -> Probe | None:
         return self.then.probe
-
-    @property
-    def coded(self) -> bool:
-        return self.then.coded
-
-    @property
-    def beside(self) -> str:
-        return self.then.beside or "has a draft read the prompt first"
 
     def pruning(self, model: ModelConfig, layer: int) -> Pruning | None:
         return self.then.pruning(model, layer)
@@ -169,20 +147,17 @@ class PromptCompression(Prefill):
                 f"attend, and the model has {model.layers}; take no more"
             )
 
-    def __call__(self, reading: Reading) -> tuple[Any, Array]:
-        return self.then(reading.of(self.shortened(reading)))
-
-    def shortened(self, reading: Reading) -> list[list[int]]:
-        """Token ids of the compressed prompts."""
-        if max(map(len, reading.rows)) <= self.tokens:
-            return reading.rows
-        return [self.row(row, told) for row, told in zip(reading.rows, self.told(reading), strict=True)]
+    def shorten(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[list[int]]:
+        if max(map(len, rows)) <= self.tokens:
+            return rows
+        scores = self.scores(params, rows, runner)
+        return [self.row(row, score) for row, score in zip(rows, scores, strict=True)]
 
     def row(self, ids: list[int], score: np.ndarray) -> list[int]:
         """Token ids of one compressed prompt, by the draft's scores f[n]."""
         return ids if len(ids) <= self.tokens else [ids[i] for i in self.kept(score)]
 
-    def told(self, reading: Reading) -> list[np.ndarray]:
+    def scores(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[np.ndarray]:
         """The draft's scores of the tokens of each prompt, f[n]."""
         raise NotImplementedError
 
@@ -222,17 +197,14 @@ class Attended(PromptCompression):
                 "below what attends"
             )
 
-    def told(self, reading: Reading) -> list[np.ndarray]:
-        counting = self.counting(reading.params.config)
-        small = reading.params.first(counting.stop)
+    def scores(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[np.ndarray]:
+        counting = self.counting(params.config)
+        small = params.first(counting.stop)
         score, probe = LateOrProbed(queries=self.window), Drafted(tokens=self.drafted, layers=small.config.layers)
-        config = CacheConfig(score=score, prefill=Deferred(probe=probe))
-        draft = reading.draft(small, config)
-        texts = draft.texts(probe)
-        dense = draft.probe(draft.dense()[0], probe, texts)
-        told = draft.statistic(dense)[counting.start :].max(0)
+        dense = runner.draft(small, CacheConfig(score=score, prefill=Deferred(probe=probe)))
+        found = runner.statistic(dense)[counting.start :].max(0)
         live = np.asarray(dense.layers[0].recent.pos) >= 0
-        return [x[at] for x, at in zip(told, live, strict=True)]
+        return [x[at] for x, at in zip(found, live, strict=True)]
 
     def kept(self, score: np.ndarray) -> list[int]:
         return chosen(score, self.tokens, self.window, self.around)
@@ -278,10 +250,9 @@ class Recalled(PromptCompression):
                     f"and {model.heads} kv heads"
                 )
 
-    def told(self, reading: Reading) -> list[np.ndarray]:
-        model = reading.params.config
-        draft = reading.draft(reading.params.first(self.depth(model)), CacheConfig())
-        layers, like = draft.dense()[0].layers, []
+    def scores(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[np.ndarray]:
+        model = params.config
+        layers, like = runner.draft(params.first(self.depth(model)), CacheConfig()).layers, []
         for layer, head, of in self.among(model):
             held = layers[layer].recent
             x = model.ropes[layer].rotate(held.k, held.pos[:, None], inverse=True) if of == "k" else held.v

@@ -24,10 +24,10 @@ from jkv.methods.config import CacheConfig
 from jkv.methods.eviction.attention import WindowMass
 from jkv.methods.prefill.deferred import PromptCompression
 from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
-from jkv.protocols import Reading
+from jkv.protocols import DraftRunner
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.models import ModelConfig, Params
     from jkv.models.rope import Rope
 
 METHOD = "s3attention"
@@ -158,16 +158,15 @@ class Featured(trained_weights.Bearer, PromptCompression):
                 f"{sizes[0]} of {sizes[1]}: make them for it with `jkv train {METHOD}`"
             )
 
-    def told(self, reading: Reading) -> list[np.ndarray]:
+    def scores(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[np.ndarray]:
         """Worth f[S] of each span before the last `window` tokens; empty for a prompt without spans."""
-        gate, model = self.weights, reading.params.config
-        config = CacheConfig(score=WindowMass(queries=self.window))
-        draft = reading.draft(reading.params.first(self.depth(model)), config).dense()[0]
+        gate, model = self.weights, params.config
+        draft = runner.draft(params.first(self.depth(model)), CacheConfig(score=WindowMass(queries=self.window)))
         layers, ropes = [draft.layers[i] for i in gate.layers], tuple(model.ropes[i] for i in gate.layers)
         k, q = [x.recent.k for x in layers], [x.queries.q for x in layers]
         pos, at, end = layers[0].recent.pos, layers[0].queries.pos, draft.seen - self.window
         found = np.asarray(shares(gate, k, q, pos, at, end, ropes))
-        each = zip(reading.rows, found, np.asarray(pos) >= 0, strict=True)
+        each = zip(rows, found, np.asarray(pos) >= 0, strict=True)
         return [self.worth(ids, share[live]) for ids, share, live in each]
 
     def worth(self, ids: list[int], share: np.ndarray) -> np.ndarray:

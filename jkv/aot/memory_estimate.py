@@ -27,6 +27,7 @@ from jkv.models import ModelConfig
 from jkv.models.weights.quantize import Form, check_divided
 from jkv.prompts.allocation import CacheShape
 from jkv.prompts.chunking import Chunks, chosen, gib, spare
+from jkv.prompts.prefill import prefill_step
 
 NEW = 256  # generated tokens
 TRIES = 6  # compilations to find the largest batch
@@ -141,7 +142,7 @@ def _prefill(job: Job, target: Target, shapes: Any, longest: int, chunks: Chunks
 
     If it does not fit, try smaller chunks, up to `tries` compilations.
     """
-    prompt, fresh = chunks.size or longest, not chunks.size
+    prompt, fresh = prefill_step(longest, chunks.size)
     ids = jax.ShapeDtypeStruct((job.batch, prompt), jnp.int32)
     found = _compile(
         job, target, f"prefill, {prompt:,} tokens", decode_loop.prefill_own.whole, shapes, ids, fresh=fresh

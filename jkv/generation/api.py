@@ -10,7 +10,6 @@ from jax import Array
 
 from jkv.arrays.x32 import narrow
 from jkv.cache.cache import Cache
-from jkv.cache.disk_pages import raise_page_errors
 from jkv.generation.arguments import (
     GenerateArguments,
     StopFn,
@@ -37,7 +36,6 @@ ROOM = 256  # default reserve of `prefill`: tokens that may follow the prompt, i
 
 
 @narrow
-@raise_page_errors()
 def prefill(
     params: Params,
     config: str | CacheConfig | None,
@@ -88,7 +86,6 @@ def prefill(
 
 
 @narrow
-@raise_page_errors()
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """Append text to every row of a cache, and return a new cache and the next-token logits.
 

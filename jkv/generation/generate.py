@@ -75,7 +75,6 @@ class Result:
 class Generation:
     """One generation: construction prefills, `blocks` decodes, `result` builds the Result."""
 
-    @raise_page_errors()
     def __init__(self, params: Params, asked: GenerateArguments, rows: list[list[int]], single: bool) -> None:
         """Prefill the prompts, and start compiling the decode programs meanwhile.
 

@@ -1,4 +1,4 @@
-"""Rows of the catalogue: each method is a function from its arguments to the config axes that it fills."""
+"""The registry of methods: each is a function from its arguments to the config axes that it fills."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Positive = int  # annotation of arguments that are 1 or more; other integers may
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Method:
     """One method of the catalogue. Calling it with its arguments returns the config axes that it fills.
 
     Attributes:
@@ -41,12 +41,12 @@ class Row:
     make: Callable[..., Axes]
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         """First line of the method's docstring."""
-        return self.text.split("\n")[0]
+        return self.docstring.split("\n")[0]
 
     @property
-    def text(self) -> str:
+    def docstring(self) -> str:
         """Docstring of the method."""
         return inspect.getdoc(self.make) or ""
 
@@ -130,8 +130,8 @@ class Row:
     def bits(self, dim: int) -> list[tuple[float, float]]:
         """Bits per number of keys and values with `dim` channels, metadata included, for each tier that is coded.
 
-        >>> from jkv.methods import CATALOGUE
-        >>> CATALOGUE["int4"].bits(64), CATALOGUE["snapkv"].bits(64)
+        >>> from jkv.methods import METHODS
+        >>> METHODS["int4"].bits(64), METHODS["snapkv"].bits(64)
         ([(5.0, 5.0)], [])
         """
         made = CacheConfig(**{axis: x for axis, x in self.filled.items() if axis in ("codec", "tiers")})
@@ -144,8 +144,8 @@ class Row:
     def parts(self) -> dict[str, str]:
         """Classes that the method is made of, and their docstrings.
 
-        >>> from jkv.methods import CATALOGUE
-        >>> list(CATALOGUE["snapkv"].parts)
+        >>> from jkv.methods import METHODS
+        >>> list(METHODS["snapkv"].parts)
         ['Pool', 'WindowMass', 'Tokens']
         """
         return dict(_parts(self.filled))
@@ -210,10 +210,10 @@ ARGUMENTS = (
     "device_bytes",
 )  # arguments of every method
 SIZES = ("budget", "keep", "bytes")  # arguments of every method with a budget
-CATALOGUE: dict[str, Row] = {}
+METHODS: dict[str, Method] = {}
 
 
-def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+def method(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
     """Register the decorated function as a method of the catalogue, under its own name.
 
     Args:
@@ -223,7 +223,7 @@ def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., 
     """
 
     def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
-        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
+        METHODS[make.__name__] = Method(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
         return make
 
     return add

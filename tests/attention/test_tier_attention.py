@@ -23,7 +23,7 @@ from jkv.cache.empty import empty_tier
 from jkv.cache.spec import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers
 from jkv.core.slot_writes import admit
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.eviction.keys import KeyNorm
@@ -58,7 +58,7 @@ from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H, L
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
 ROPE, ROWS = replace(MODEL.ropes[0], longest=1 << 16), 2  # a tier of two whole units is longer than the context
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
-SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
+SELECTORS = [parse(CASES[method.name][0].tight).select for method in METHODS.values() if "select" in method.axes]
 SELECTORS = [getattr(x, "select", x) for x in SELECTORS]  # without what is around one
 SELECTORS = list({type(x): x for x in SELECTORS if not x.arranges}.values())  # one of each kind that any codec takes
 KNOWN = ("mass", START, ENDS)  # columns that selectors ask for
@@ -260,7 +260,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
         np.testing.assert_allclose(bound, best, atol=1e-5)
 
 
-MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if row.filled.get("merge")]
+MELTING = [CASES[method.name][-1].tight for method in METHODS.values() if method.filled.get("merge")]
 
 
 @pytest.mark.slow

@@ -8,24 +8,24 @@ from jkv.methods.config import TierSpec
 from jkv.methods.eviction.salience import Salience, Sticky
 from jkv.methods.quantization import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
 from jkv.methods.quantization.groups import Widest
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 
-@row("-", "approximation: 8-bit floats; the tail is exact")
+@method("-", "approximation: 8-bit floats; the tail is exact")
 def fp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", scale: float = 1.0) -> Axes:
     """Floats of 8 bits, of `scale` times them: no metadata."""
     codec = Float(format=format, scale=float(scale))
     return dict(codec=(codec, codec))
 
 
-@row("-", "approximation: 4-bit floats, one 8-bit scale for 16; the tail is exact")
+@method("-", "approximation: 4-bit floats, one 8-bit scale for 16; the tail is exact")
 def fp4(*, group: Positive = Widest(16), scale: float = 1.0) -> Axes:
     """Floats of 4 bits (E2M1), an E4M3 scale for `group` channels, as NVFP4 has them; `scale`: of all of them."""
     codec = Float4(group=group, scale=float(scale))
     return dict(codec=(codec, codec))
 
 
-@row(
+@method(
     "NeurIPS 2025: PolarQuant",
     "approximation: radius and angle of keys in bins, values in integers; the tail is exact",
     "keys whose outliers lie in one channel of a pair are smooth as radius and angle (no figure in the abstract)",
@@ -47,7 +47,7 @@ def polarquant(
     return dict(codec=(Polar(radius=radius, angle=angle, group=group, cut=cut), v), recent=recent, block=group)
 
 
-@row(
+@method(
     "2403.05527",
     "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
     "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
@@ -65,7 +65,7 @@ def gear(
     return dict(codec=(k, v), recent=recent, block=group)
 
 
-@row(
+@method(
     "2505.18231",
     "reconstruction: codebooks of our own, keys coded before their rotation; the tail is exact",
     "better than others at 1 and at 2 bits, up to 3x the throughput",
@@ -76,7 +76,7 @@ def nsnquant(*, bits: Positive = 2, window: Positive = 64, recent: int = 0) -> A
     return dict(codec=(codec, codec), tiers=(TierSpec(rope="read"),), recent=recent, block=window)
 
 
-@row(
+@method(
     "2503.16257",
     "approximation, for text: channels are chosen per group and head; salient tokens as zipcache's; the tail is exact",
     "1.5 bits for keys and 1.58 for values with almost no drop, LLaVA-OV-7B and Qwen2.5-VL-7B",

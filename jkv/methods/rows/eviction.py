@@ -14,12 +14,12 @@ from jkv.methods.eviction.random import Random
 from jkv.methods.eviction.redundancy import PeakMass, Redundancy
 from jkv.methods.eviction.wrappers import AcrossHeads, Critical, PerQuery, Representatives
 from jkv.methods.quantization import Dense
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 MOST = Keep(keep=0.7)
 
 
-@row(
+@method(
     "2309.17453",
     "lagged by block - 1",
     "stable over 4 million tokens; up to 22.2x the speed of a sliding window that is computed anew",
@@ -34,13 +34,13 @@ def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
     )
 
 
-@row("-", "exact: a hash for its random numbers, the same in every batch")
+@method("-", "exact: a hash for its random numbers, the same in every batch")
 def random(size: Size, *, seed: int = 0) -> Axes:
     """Tokens by chance, other ones in every head and layer: the baseline that every method must beat."""
     return dict(score=Random(seed=seed), budget=size)
 
 
-@row(
+@method(
     "2306.14048",
     "mass exact, decision lagged by block - 1",
     "with 20% heavy hitters up to 29x, 29x and 3x the throughput of DeepSpeed, Accelerate and FlexGen on OPT",
@@ -52,7 +52,7 @@ def h2o(size: Size, *, newest: float = 0.5) -> Axes:
     return dict(score=Protect(score=Accumulated(), share=float(newest)), budget=size)
 
 
-@row(
+@method(
     "2404.14469",
     "exact in one piece; while generating, the last queries at each flush decide",
     "like the full cache on 16 long-context sets; 3.6x the speed in 8.2x less memory at 16K tokens",
@@ -72,7 +72,7 @@ def snapkv(
     )
 
 
-@row(
+@method(
     "2408.00167",
     "exact in one piece, for a question of `window` tokens; in chunks it is read once, after all of them",
     "long inputs up to 93x smaller with their meaning kept, without fine-tuning",
@@ -85,7 +85,7 @@ def finch(size: Size, *, window: Positive = 32) -> Axes:
     return dict(score=EvenMass(queries=window), budget=size, tiers=RELATIVE, recent=window, append=1.0)
 
 
-@row(
+@method(
     "2502.03805",
     "as snapkv, which it wraps here; a pool of heads (pooled) ranks all of them so, not each by its part",
     "more than half of the loss of SnapKV and others gone on 29 sets (no figure of memory in the abstract)",
@@ -104,7 +104,7 @@ def criticalkv(
     return dict(score=score, budget=size, recent=window)
 
 
-@row(
+@method(
     "2401.06104",
     "prefill exact; while generating, the last query of each block decides",
     "nearly on par with the full model, in some cases with an eighth of the cache and 4.8x the throughput",
@@ -114,7 +114,7 @@ def tova(size: Size) -> Axes:
     return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size, recent=0)
 
 
-@row(
+@method(
     "2504.15364",
     "exact for its block form, with chunk = block",
     "within 0.04% of the full cache on LongBench with 8K tokens, Llama-3.1-8B and 3.2-3B",
@@ -124,7 +124,7 @@ def keydiff(size: Size) -> Axes:
     return dict(score=KeyOutlier(), budget=size, recent=0)
 
 
-@row(
+@method(
     "2406.11430",
     "exact in one piece; decision lagged by block - 1",
     "half of the tokens in language modelling, a tenth for pass keys, without losing accuracy",
@@ -136,13 +136,15 @@ def knorm(size: Size, *, dense_layers: int = 0) -> Axes:
     return dict(score=KeyNorm(), budget=Above(size=size, layer=dense_layers) if dense_layers else size)
 
 
-@row("kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers")
+@method(
+    "kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers"
+)
 def expected_attention(size: Size, *, future: int = 512, sinks: int = 4) -> Axes:
     """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
     return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size)
 
 
-@row(
+@method(
     "2407.20485",
     "exact in one piece; decision lagged by block - 1",
     "up to 7.8% and 5.1% more accuracy than plain sums, LLaMA 2, one and no example",
@@ -154,7 +156,7 @@ def a2sf(size: Size, *, decay: float = 0.95, sinks: int = 0) -> Axes:
     return dict(score=Protect(score=Accumulated(decay=float(decay)), sinks=sinks), budget=size)
 
 
-@row(
+@method(
     "2305.17118",
     "reconstruction; drops 64 tokens at a time at most, the paper half of its cache",
     "up to 5x less memory without loss, 20x with 4 bits",
@@ -175,7 +177,7 @@ def scissorhands(
     )
 
 
-@row(
+@method(
     "2507.14204",
     "compacted once a block; the budget is exact",
     "a longer span under the same budget, and endless generation (no figure in the abstract)",
@@ -192,7 +194,7 @@ def lacache(
     return dict(score=score, budget=size, tiers=RELATIVE)
 
 
-@row(
+@method(
     "2501.04987",
     "contests exact in number and place, with the scores of the flush",
     "lowest perplexity on PG19 and OpenWebText2 in a 16th of the cache; best on LongBench with 6%",
@@ -205,7 +207,7 @@ def treekv(size: Size, *, sinks: int = 4, share: float = 0.5) -> Axes:
     return dict(score=Protect(score=contest, sinks=sinks), budget=size, tiers=RELATIVE)
 
 
-@row(
+@method(
     "2506.15969",
     "lagged as the paper is; per kv head, and prompts are cut",
     "half of the cache at like accuracy in mathematical reasoning",
@@ -226,7 +228,7 @@ def lazyeviction(
     )
 
 
-@row(
+@method(
     "2503.00022",
     "as the window score it is made of",
     "4x smaller on LongBench with less than 1% lost, at under 0.5% of the latency",
@@ -250,7 +252,7 @@ def kvcrush(
     return dict(score=score, budget=size)
 
 
-@row(
+@method(
     "2505.13866",
     "lagged as the paper is; events come `recent` tokens early",
     "1.60x the throughput of QwQ-32B for 1.2% less on AIME 2024",
@@ -269,7 +271,7 @@ def rpc(*, share: float = 0.25, period: Positive = 1024, window: Positive = 32, 
     )
 
 
-@row(
+@method(
     "2505.24133",
     "exact for its code but for keys like no other, which spare the first there; the prompt is cut too",
     "nearly the full cache's accuracy with 10% of it, 105% with 16%; 90% less memory, 6.6x the throughput",
@@ -300,7 +302,7 @@ def rkv(
     )
 
 
-@row(
+@method(
     "2504.01281",
     "reconstruction: weights and least= are jkv's; one piece; lagged by block - 1",
     "half of the latency for 2.92 points of HotpotQA's joint match (45.29 to 42.37)",

@@ -14,11 +14,11 @@ from jkv.methods.eviction.position import Protect
 from jkv.methods.eviction.trained_gates import Foreseen, Outlook, Retention
 from jkv.methods.eviction.utility import Utility
 from jkv.methods.prefill.deferred import Deferred
-from jkv.methods.registry import Axes, row
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Score
 
 
-@row(
+@method(
     "2512.03324",
     "exact in one piece; while generating, decided every `block` tokens as in the paper",
     "above strong eviction on GSM8K, MATH-500, AIME24, LongProc, LongMemEval, LongBench and SCBench",
@@ -29,7 +29,7 @@ def trimkv(size: Size, *, gate: str | None = None) -> Axes:
     return dict(score=score, budget=size, recent=0)
 
 
-@row(
+@method(
     "2605.09649",
     "reconstruction: layers compete once, for a prompt that is whole until then; heads at every flush",
     "far less memory at the full cache's quality, or above it (no figure in the abstract)",
@@ -74,7 +74,9 @@ def _among(size: Size, score: Score, step: int | None) -> Axes:
     )
 
 
-@row("-", "jkv's own: makeeach, whose gates know nothing of what a later question looks for, with compresskv's heads")
+@method(
+    "-", "jkv's own: makeeach, whose gates know nothing of what a later question looks for, with compresskv's heads"
+)
 def retrieval(
     size: Size,
     *,
@@ -93,7 +95,7 @@ def retrieval(
     return _contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)
 
 
-@row(
+@method(
     "2410.01805",
     "reconstruction: heads read the block's input; generated tokens are kept on top",
     "over 20x on Phi-3-mini-128K and 8x on Llama-3.1-8B; 128K tokens on one 4090",
@@ -122,7 +124,7 @@ def locret(
     )
 
 
-@row(
+@method(
     "2506.05345",
     "reconstruction, its adapter form; a prompt in one piece exact; then marked tokens leave at a flush",
     "8x in a thousand steps of training, more accurate than training-free sparse attention",
@@ -149,7 +151,7 @@ def dms(
     return dict(score=score, budget=budget, pooled=0.0)
 
 
-@row(
+@method(
     "2410.12876",
     "reconstruction from the abstract; a prompt in one piece; what is generated stays",
     "13.9% more accuracy while 62.8% of the tokens leave, tuned on RTE",
@@ -170,7 +172,7 @@ def attentiongate(
     return dict(score=score, budget=size, recent=0, pooled=0.0)
 
 
-@row(
+@method(
     "2601.07891",
     "exact for weights of its authors; a budget, not a threshold, of a whole prompt; jkv's own foresee attention alone",
     "2x to 4x smaller at the accuracy of the full cache, Qwen3-8B, Llama-3.1-8B and Qwen3-32B",
@@ -185,7 +187,7 @@ def kvzap(size: Size, *, window: int = 128, sinks: int = 0, step: int | None = N
     return _contest("kvzap", size, score, window, sinks, step)
 
 
-@row("-", "jkv's own: the gates of kvzap and trimkv, weighed head by head, in the contest of makeeach")
+@method("-", "jkv's own: the gates of kvzap and trimkv, weighed head by head, in the contest of makeeach")
 def utility(
     size: Size,
     *,
@@ -203,7 +205,7 @@ def utility(
     return _contest("utility", size, trained_weights.trained(gate, Utility()), window, sinks, step)
 
 
-@row(
+@method(
     "2601.17668",
     "exact for gates of its authors, of a prompt in one piece; what is generated is ranked with it at a flush",
     "up to 70% of the tokens go with hardly a loss, Qwen2.5-1M, Qwen3 and Gemma 3",
@@ -236,7 +238,7 @@ def fastkvzip(
     return _among(size, score, step)
 
 
-@row(
+@method(
     "2410.10819",
     "exact for the authors' heads; lagged by block - 1",
     "up to 2.55x less memory, decoding up to 2.18x as fast (MHA), or 1.67x and 1.50x (GQA), with hardly a loss",

@@ -6,10 +6,10 @@ from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.critic import Plus
 from jkv.methods.eviction.geometry import Lagged, Leverage, LocalLeverage, NearMass, Standard
 from jkv.methods.eviction.position import Pool, Protect
-from jkv.methods.registry import Axes, row
+from jkv.methods.registry import Axes, method
 
 
-@row(
+@method(
     "2504.04704",
     "exact scores; blocks share one budget, and the newest 2 lag - 1 tokens stay, in the paper lag to 2 lag - 1",
     "nearly no loss at 2x, about 90% at 8x; 64-digit pass keys found in 89% at 4x, by H2O in 35%",
@@ -25,7 +25,7 @@ def lagkv(size: Size, *, lag: int | None = None, sinks: int | None = None) -> Ax
     return dict(score=score, budget=size, recent=2 * lag - 1)
 
 
-@row(
+@method(
     "2509.15038",
     "exact for its code without random projection; the newest 16 stay",
     "up to 9.6% more accurate than SnapKV and ChunkKV; latency up to 40% lower at high compression",
@@ -37,7 +37,7 @@ def curdkv(size: Size, *, width: int = 16, sinks: int = 4) -> Axes:
     return dict(score=Protect(score=LocalLeverage(width=width), sinks=sinks), budget=size, recent=max(width - 1, 16))
 
 
-@row(
+@method(
     "2507.08143",
     "exact leverage, no random projection; in one piece; later text is kept on top; blend: the authors' engine has 0.5",
     "as good as others with 20% fewer tokens; 68% less memory on LongBench at full quality",

@@ -14,10 +14,10 @@ from jkv.methods.eviction.smallkv import Assisted
 from jkv.methods.eviction.wrappers import AcrossHeads, Anchored, Groups, Units
 from jkv.methods.merging.residual import MeanToken, MeanValue
 from jkv.methods.prefill.deferred import Deferred
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 
-@row("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
+@method("2406.02069", "as snapkv", "like the full cache on LongBench with 12% of it; ahead of the others most at 0.7%")
 def pyramidkv(size: Size, *, window: Positive = 32, pool: Positive = 5, beta: Positive = 20) -> Axes:
     """PyramidKV: SnapKV's score, more tokens in the lower layers; the size is their mean."""
     size = size.above("pyramidkv", window, "its observation window")
@@ -28,7 +28,7 @@ def pyramidkv(size: Size, *, window: Positive = 32, pool: Positive = 5, beta: Po
     )
 
 
-@row(
+@method(
     "2407.11550",
     "as snapkv",
     "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
@@ -49,7 +49,7 @@ def adakv(
     )
 
 
-@row(
+@method(
     "2503.17922",
     "as snapkv; the layers of a group differ by one token at most",
     "like the full cache on LongBench with 12% of it",
@@ -72,7 +72,7 @@ def windowkv(
     )
 
 
-@row(
+@method(
     "2502.00299",
     "as snapkv, not pooled; the paper's chunks of 10, the one at the border of the budget cut, not dropped",
     "up to 8.7% more precise than token by token at the same compression; 26.5% more throughput with reuse",
@@ -85,7 +85,7 @@ def chunkkv(size: Size, *, window: Positive = 32, unit: int = 10, reuse: int = 1
     return dict(score=Groups(score=chunks, width=reuse), budget=size, recent=window)
 
 
-@row(
+@method(
     "2503.12491",
     "final shares: a prompt is whole until all layers are asked; decode lagged by block - 1",
     "the same performance with 3.2% of the cache; decode over 10x as fast at 128K tokens",
@@ -112,7 +112,7 @@ def cake(
     )
 
 
-@row(
+@method(
     "2508.02401",
     "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top",
     "better than earlier eviction on LongBench and with needles (no figure in the abstract)",
@@ -139,7 +139,7 @@ def compresskv(
     return dict(score=Pool(score=score, width=pool), budget=budget, recent=window, append=1.0)
 
 
-@row(
+@method(
     "2407.15891",
     "reconstruction; heads by repeated random tokens; lagged by block - 1; the paper's local=4000",
     "over 70% less without noticeable loss and without training",
@@ -166,7 +166,7 @@ def razorattention(
     return dict(score=Protect(score=score, sinks=sinks), budget=size, pooled=0.0, merge=MeanToken())
 
 
-@row(
+@method(
     "2410.13846",
     "asks the prompt's last token, its code the first answer token; lazy layers go on sliding, there they grow",
     "5x smaller for 1.2% less on average of three models, with 4 bits",
@@ -190,7 +190,7 @@ def simlayerkv(*, threshold: float = 0.9, local: int = 1024, sinks: int = 4, que
     )
 
 
-@row(
+@method(
     "2508.02751",
     "reconstruction: the draft is the model's own first layers; marginal tokens are one mean value",
     "1.75x to 2.56x the throughput of others",

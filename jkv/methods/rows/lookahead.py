@@ -11,10 +11,10 @@ from jkv.methods.eviction.probes import LateOrProbed, Probed
 from jkv.methods.prefill.deferred import Attended, Deferred, Recalled, TokenPruning
 from jkv.methods.prefill.probes import Drafted, Graded, Pseudo, Rebuilt
 from jkv.methods.prefill.s3attention import Featured
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 
-@row(
+@method(
     "2502.01068",
     "as snapkv; upper layers see fewer tokens of the prompt; generated tokens are kept on top",
     "prefill 1.82x and decode 2.87x as fast, as accurate as what only decodes faster",
@@ -43,7 +43,9 @@ def fastkv(
     )
 
 
-@row("2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache")
+@method(
+    "2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache"
+)
 def dapq(size: Size, *, tokens: int = 32, pool: Positive = 5) -> Axes:
     """DapQ: attention from pseudo tokens at the place of the answer."""
     if tokens < 1:
@@ -52,7 +54,7 @@ def dapq(size: Size, *, tokens: int = 32, pool: Positive = 5) -> Axes:
     return dict(score=score, budget=size, recent=0, append=1.0, prefill=prefill)
 
 
-@row(
+@method(
     "2505.23416",
     "all layers and heads compete; what follows the prompt is kept on top; the request to repeat is our own",
     "3x to 4x smaller and decode about twice as fast with hardly a loss, whatever is asked later",
@@ -89,7 +91,7 @@ def _repeated(name: str, size: Size, probe: Rebuilt, floor: float | None, step: 
     )
 
 
-@row(
+@method(
     "OpenReview: cg1wTCJjjk",
     "scores of its authors' press, from its code; the paper was not read; the request to repeat is our own, as kvzip's",
     "none: the paper was not read",
@@ -109,7 +111,7 @@ def kvgrad(
     return _repeated("kvgrad", size, Graded(piece=piece, sinks=sinks), floor, step)
 
 
-@row(
+@method(
     "2506.08373",
     "reconstruction: the draft is the model's own first layers; generated tokens are kept on top",
     "more accurate than others in the same memory and time (no figure in the abstract)",
@@ -131,7 +133,7 @@ def speckv(
     return dict(score=score, budget=size, recent=window, append=1.0, prefill=prefill)
 
 
-@row(
+@method(
     "2506.08373",
     "reconstruction: the draft is the model's own first layers; the others are never read",
     "more accurate than others in the same memory and time (no figure in the abstract)",
@@ -159,7 +161,7 @@ def specpc(
     )
 
 
-@row(
+@method(
     "2506.01215",
     "reconstruction from notes of the paper: the draft keeps all it reads; states are keys or values, not queries",
     "52% better on RULER and 34% on BABILong at 1M tokens than others, with 30% less time and 5% less memory",
@@ -193,7 +195,7 @@ def reform(
     return dict(compression=Recalled(tokens=tokens, window=window, pool=pool, ends=ends, layers=layers, states=given))
 
 
-@row(
+@method(
     "2601.17702",
     "reconstruction from the abstract: one dictionary of features for keys and queries; a prompt is asked once",
     "close to the full context on LongBench in several model families",

@@ -11,10 +11,10 @@ from jkv.methods.eviction.salience import Pivots
 from jkv.methods.eviction.wrappers import AcrossHeads, PerQuery
 from jkv.methods.merging.lococo import Mixtures
 from jkv.methods.merging.weighted import Nearest, Runs, ZeroClass
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 
-@row(
+@method(
     "2407.08454",
     "reconstruction; lagged by block - 1; into int tiers only newcomers merge",
     "better than H2O and CaM on LongBench and ZeroScrolls with half and 35% of the cache",
@@ -40,7 +40,7 @@ def kvmerger(
     )
 
 
-@row(
+@method(
     "2407.18121",
     "exact in one piece for the prompt; while generating lagged by block - 1",
     "better generation than pruning at any rate of acceleration (no figure in the abstract)",
@@ -57,7 +57,7 @@ def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
     )
 
 
-@row(
+@method(
     "2412.08521",
     "reconstruction; none go into the recent window; lagged by block - 1; into int tiers only newcomers",
     "1.28 points more on LongBench with 256 tokens; 95% of needles with less than 2% of the context",
@@ -83,7 +83,7 @@ def ems(
     )
 
 
-@row(
+@method(
     "2406.05317",
     "reconstruction: trained layer by layer; scores of a group are summed; decode every block of steps",
     "3,482 tokens in 128 slots, up to 0.2791 more accuracy than others of that size",

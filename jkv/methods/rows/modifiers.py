@@ -7,17 +7,17 @@ from jkv.methods.eviction.position import Newest
 from jkv.methods.merging.residual import MeanToken
 from jkv.methods.parser import parse
 from jkv.methods.prefill.deferred import Coded
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.values import values_of
 
 
-@row("-", "exact")
+@method("-", "exact")
 def full() -> Axes:
     """Every token, exact."""
     return dict(score=Newest(), budget=All())
 
 
-@row(
+@method(
     "2407.11550",
     "changes only how the heads of a layer share its budget",
     "better than equal heads on RULER and LongBench, question known or not (no figure in the abstract)",
@@ -27,7 +27,7 @@ def pooled(*, floor: float = 0.2) -> Axes:
     return dict(pooled=float(floor))
 
 
-@row(
+@method(
     "2407.15891",
     "changes only what the evicted leave",
     "over 70% less without noticeable loss, as a part of razorattention",
@@ -37,19 +37,19 @@ def rest() -> Axes:
     return dict(merge=MeanToken())
 
 
-@row("-", "changes only how values are kept")
+@method("-", "changes only how values are kept")
 def values(*, codec: str = "int4") -> Axes:
     """Values as another method keeps them, keys as the others here do: "int8 | values(codec='kivi(bits=2)')"."""
     return dict(values=values_of(parse(codec)))
 
 
-@row("-", "changes only what a prompt attends to")
+@method("-", "changes only what a prompt attends to")
 def coded() -> Axes:
     """A prompt attends to its keys and values as they will be stored, as papers on codes measure them."""
     return dict(prefill=Coded())
 
 
-@row(
+@method(
     "2508.04257",
     "reconstruction: each layer finds its own by the norms of its values, once, in what it reads first of a prompt",
     "better perplexity than the first tokens alone, KVQuant and others at 2 to 4 bits",
@@ -62,7 +62,7 @@ def kvsink(*, tokens: Positive = 8) -> Axes:
     return dict(predicted_sinks=tokens)
 
 
-@row("-", "changes nothing but the budget")
+@method("-", "changes nothing but the budget")
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
     return dict(append=1.0)

@@ -18,7 +18,7 @@ from jkv.methods.quantization.calibrated import Equalised, with_folder
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.per_layer import Planned
 from jkv.methods.quantization.rotation import Rotated
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 
 
 def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
@@ -33,7 +33,7 @@ def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
     return Rotated(inner=codec) if rotate else codec
 
 
-@row(
+@method(
     "2402.02750",
     "approximation: integers; the tail is exact",
     "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
@@ -44,14 +44,14 @@ def kivi(*, bits: Positive = 2, group: Positive = Widest(32), recent: int = 96, 
     return dict(codec=(k, v), recent=recent, block=group)
 
 
-@row("-", "approximation: 8-bit integers; the tail is exact")
+@method("-", "approximation: 8-bit integers; the tail is exact")
 def int8(*, rotate: bool = False) -> Axes:
     """Eight bits a number, one scale a token and head; `rotate`: of channels that a Hadamard matrix has mixed."""
     codec = turned(Affine(bits=8), rotate)
     return dict(codec=(codec, codec))
 
 
-@row("-", "approximation: 4-bit integers; the tail is exact")
+@method("-", "approximation: 4-bit integers; the tail is exact")
 def int4(*, group: int = Widest(32), rotate: bool = False) -> Axes:
     """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`.
 
@@ -61,14 +61,14 @@ def int4(*, group: int = Widest(32), rotate: bool = False) -> Axes:
     return dict(codec=(codec, codec))
 
 
-@row("-", "approximation: 3-bit integers; the tail is exact")
+@method("-", "approximation: 3-bit integers; the tail is exact")
 def int3(*, group: int = Widest(32), rotate: bool = True) -> Axes:
     """Three bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
     codec = turned(Affine(bits=3, group=group), rotate)
     return dict(codec=(codec, codec))
 
 
-@row(
+@method(
     "2505.22913",
     "approximation: the smallest numbers of a token are 0; the tail is exact",
     "70% sparse without loss; 45% of the dense bytes, up to 2.23x the tokens a second",
@@ -79,7 +79,7 @@ def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
     return dict(codec=(codec, codec), recent=recent)
 
 
-@row(
+@method(
     "2405.14256",
     "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice",
     "4.98x smaller with 0.38% less on GSM8k, Mistral-7B",
@@ -94,7 +94,7 @@ def zipcache(
     return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
 
 
-@row(
+@method(
     "2402.18096",
     "reconstruction: the balancer of keys is the model's, not a prompt's; demoted at a flush, coded once",
     "of lines to retrieve 99.8% with half of the entries at 3 bits, 43% with that half gone, Llama-2-7B",
@@ -120,7 +120,7 @@ def mikv(
     return dict(score=Accumulated(), tiers=(TierSpec(size=float(keep)), TierSpec(k=keys, v=low)), recent=recent)
 
 
-@row(
+@method(
     "-",
     "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8",
     "about 97% of the accuracy in a quarter of the memory",
@@ -151,7 +151,7 @@ def arkv(
     )
 
 
-@row(
+@method(
     "2410.08584",
     "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits",
     "prefill 2.6x as fast in half of the memory, 0.2% less on Video-MME, LongVA-7B",
@@ -172,7 +172,7 @@ def zipvl(
     )
 
 
-@row(
+@method(
     "-",
     "as the caches that it chooses from are; the plan is what `jkv calibrate layers` measured",
     "",

@@ -7,10 +7,10 @@ from jkv.methods.config import TierSpec
 from jkv.methods.eviction.queries import Filtered, Phased, with_folder
 from jkv.methods.quantization import Dense
 from jkv.methods.quantization.think import Thinned
-from jkv.methods.registry import Axes, row
+from jkv.methods.registry import Axes, method
 
 
-@row(
+@method(
     "2503.02812",
     "exact; decision lagged by block - 1",
     "99% of needles at 32x, as methods with attention; up to 65% less loss of perplexity than StreamingLLM",
@@ -22,7 +22,7 @@ def qfilters(size: Size, *, window: int = 64, queries: str | None = None) -> Axe
     return dict(score=score, budget=size, recent=window)
 
 
-@row(
+@method(
     "2604.04921",
     "its code's per_layer_perhead_pruning, not its default, one choice for all layers; lagged as there; cuts prompts",
     "the accuracy of the full cache on AIME25 at 2.5x the throughput, or in 10.7x less memory",
@@ -36,7 +36,7 @@ def triattention(size: Size, *, block: int = 128, queries: str | None = None) ->
     return dict(score=score, budget=size, block=at_most(block, size.tokens, 1))
 
 
-@row(
+@method(
     "2407.21018",
     "its rule, of a prompt in one piece; one choice for the queries of a kv head; what follows the prompt stays whole",
     "over 20% less memory beside what evicts and quantizes, with equal or better accuracy; 2.8x less peak with KIVI",

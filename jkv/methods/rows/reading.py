@@ -9,7 +9,7 @@ from jkv.methods.budgets.sizes import All, Size, at_most
 from jkv.methods.config import TierSpec
 from jkv.methods.eviction.attention import Accumulated, Foremost
 from jkv.methods.eviction.sentences import Sentences
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.rows.eviction import snapkv
 from jkv.methods.selection import attention_predictor
 from jkv.methods.selection.attention_predictor import LEAST_ROWS
@@ -26,7 +26,7 @@ from jkv.methods.selection.sentences import SentenceMeans
 from jkv.methods.selection.wrappers import Similar
 
 
-@row(
+@method(
     "2406.10774",
     "approximation: reads the pages of highest bound",
     "self-attention up to 2.23x as fast, latency 7.03x lower, with little loss on long contexts",
@@ -40,7 +40,7 @@ def quest(*, pages: Positive = 64, page: Positive = 16, sinks: int = 1, dense_la
     return dict(select=PageBound(unit=page, pages=pages, sinks=sinks, first=dense_layers))
 
 
-@row(
+@method(
     "2502.14051",
     "reconstruction: `snapkv | quest`, by `channels` too; generated tokens are dense; one size a row",
     "up to 400x compression, 3.7x the speed and 32.6% less peak memory in decoding, with hardly a loss",
@@ -65,7 +65,7 @@ def rocketkv(
     return coarse | dict(select=fine, append=1.0)
 
 
-@row(
+@method(
     "2502.04077",
     "approximation: reads the pages of highest forecast; rows between flushes know what was read",
     "13x compression, and 5.6x the speed when the cache is offloaded",
@@ -97,7 +97,7 @@ def attentionpredictor(
     return dict(select=select, recent=64)
 
 
-@row(
+@method(
     "2403.17312",
     "approximation, from notes of the paper: chosen anew at a flush; a number of tokens, not a share",
     "up to 3x the throughput of FlexGen and 1.9x that of vLLM on one GPU and its host",
@@ -115,7 +115,7 @@ def alisa(*, tokens: int = 128, page: Positive = 1, window: int | None = None) -
     return dict(select=Heavy(unit=page, pages=tokens // page, queries=window), recent=tokens)
 
 
-@row(
+@method(
     "2411.02886",
     "approximation: keys act where they are, not at places within what is read; prompts read everything",
     "up to 23.84x the speed of attention and 2.28x end to end, with better quality than its rivals",
@@ -154,7 +154,7 @@ def proxies(own: Proxies, channels: str | None) -> Proxies:
     return replace(own, known=known, models=models)
 
 
-@row(
+@method(
     "2602.03152",
     "approximation: pairs are of a kv head, by the mean agreement of its query heads; some sinks are always read",
     "nearly the full cache with 256 tokens; 2.56x the speed with 18.9% of it on AIME24",
@@ -177,7 +177,7 @@ def fasa(
     return dict(select=proxies(select, channels))
 
 
-@row(
+@method(
     "2404.11912",
     "pages are picked anew at each flush, not once; heads that share keys by the sum of dots; made for drafts",
     "as a draft of the model itself 2.31x as fast at 128K tokens, and 7.78x where the full cache is in the host",
@@ -193,7 +193,7 @@ def triforce(*, tokens: Positive = 4096, page: Positive = 8, newest: Positive = 
     return dict(select=Similar(select=pages, threshold=-2.0), recent=newest)  # whatever later queries are
 
 
-@row(
+@method(
     "2406.19707",
     "approximation: directions by calibration, not by the prompt; a layer's own queries, as nothing is fetched ahead",
     "up to 3.00x the speed of other managers of a cache on the host",
@@ -221,7 +221,7 @@ def infinigen(
     return dict(select=proxies(select, channels))
 
 
-@row(
+@method(
     "2510.23649",
     "approximation: steps take the prompt's maps, of its last queries; a kv head's queries share theirs",
     "only what is missing crosses from host to device, and what is read is exact (no figure in the abstract)",
@@ -248,7 +248,7 @@ def lrqk(
     return dict(select=select)
 
 
-@row(
+@method(
     "2604.10539",
     "reconstruction: cut along principal directions at each flush, not by a tree of neighbours; each layer its own",
     "99% of the full cache's accuracy with 256 tokens, a quarter of what other managers of a cache on the host take",
@@ -263,7 +263,7 @@ def icecache(*, pages: Positive = 14, page: Positive = 16, sinks: int = 32, dens
     return dict(select=Alike(unit=page, pages=pages, sinks=sinks, first=dense_layers), recent=32)
 
 
-@row(
+@method(
     "2402.04617",
     "approximation: keys act where they are, not at one distance; attention of all queries makes representatives",
     "texts of 1,024K tokens with models that were trained on a few thousand (no figure in the abstract)",
@@ -281,7 +281,7 @@ def infllm(
     return dict(score=Accumulated(), budget=All(), select=select, recent=local)
 
 
-@row(
+@method(
     "2501.06807",
     "reconstruction: fixed numbers instead of a threshold and shares; no index for several layers, no secret sharing",
     "1.8 to 2.01x less latency and 3.39 to 8.37x less communication in private inference",
@@ -309,7 +309,7 @@ def mpcache(
     return dict(score=Foremost(queries=window), budget=size, select=select, recent=window, append=1.0)
 
 
-@row(
+@method(
     "2504.00970",
     "approximation: the first step of a sentence picks too, where the paper's reads everything; generated tokens come "
     "into means at a flush",
@@ -339,7 +339,7 @@ def sentencekv(
     return coarse | dict(score=Sentences(score=coarse["score"], longest=longest), select=select, append=1.0)
 
 
-@row(
+@method(
     "2507.13681",
     "reconstruction from an abstract and reviews: its decoding; prompts read everything",
     "more than its baselines on 11 sets of several turns (no figure in the abstract)",
@@ -354,7 +354,9 @@ def loopserve(*, tokens: Positive = 1024, outputs: Positive = 16) -> Axes:
     return dict(select=Heavy(pages=tokens, queries=outputs), recent=outputs, block=outputs)
 
 
-@row("2603.12201", "changes only which layers pick", "75% less work of an indexer; up to 1.82x prefill, 1.48x decoding")
+@method(
+    "2603.12201", "changes only which layers pick", "75% less work of an indexer; up to 1.82x prefill, 1.48x decoding"
+)
 def indexcache(*, every: Positive = 4, pattern: str = "") -> Axes:
     """IndexCache: of a selector's layers some pick, and the others read what the nearest below picked.
 
@@ -363,13 +365,13 @@ def indexcache(*, every: Positive = 4, pattern: str = "") -> Axes:
     return dict(layers=(every, pattern))
 
 
-@row("2411.02886", "changes only when a selector picks", "part of tokenselect")
+@method("2411.02886", "changes only when a selector picks", "part of tokenselect")
 def similar(*, threshold: float = 0.9) -> Axes:
     """What a selector picked serves steps whose queries have this cosine to those that it was picked for."""
     return dict(steps=float(threshold))
 
 
-@row("-", "changes only how the query heads of a selector agree")
+@method("-", "changes only how the query heads of a selector agree")
 def vote(*, soft: bool = True, join: str = "max", layer: bool = False) -> Axes:
     """The query heads of a kv head, or of a layer, agree by the "max" or "sum" of their scores, or `soft`maxes.
 

@@ -12,11 +12,11 @@ from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.lookup import Bfp, Levels
 from jkv.methods.quantization.rotation import Rotated
 from jkv.methods.quantization.sensitivity import Sensitive, Transformed, weighed
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Codec
 
 
-@row(
+@method(
     "2504.19874",
     "approximation: random signs and a Hadamard matrix for its random rotation, no residual sketch; the tail is exact",
     "as good as the full cache at 3.5 bits a channel, slightly worse at 2.5",
@@ -41,7 +41,7 @@ def turboquant(
     return dict(codec=(k, v))
 
 
-@row(
+@method(
     "2501.16383",
     "reconstruction: each head is turned alone and needs no order; zero points are floats; the first tokens are exact",
     "less than 0.3 perplexity at 2 bits, Llama-2-13B; 3.97x less peak memory, 2.32x faster decoding",
@@ -58,7 +58,7 @@ def rotatekv(*, bits: Positive = 2, group: int = 0, clip: float | None = None, s
     return dict(tiers=(TierSpec(k=codec, v=codec, rope="read"),), sinks=sinks)
 
 
-@row(
+@method(
     "2403.20137",
     "reconstruction (no code was released): sizes of channels are measured, values in blocks too; the tail is exact",
     "half of the memory without significant loss",
@@ -72,7 +72,7 @@ def ksort(*, mantissa: int = 4, block: int = Widest(32), moments: str | None = N
     return dict(codec=(with_folder(moments, Sorted(inner=inner)), inner))
 
 
-@row(
+@method(
     "2410.14731",
     "reconstruction, the start alone: principal channels, not trained, and equal ranks for all layers and heads",
     "trained (here it is not): over 90% of the quality at 60% fewer bytes, Llama-2-7B and Mistral-7B",
@@ -91,7 +91,7 @@ def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: Positive = 1
     return dict(codec=(with_folder(moments, k), with_folder(moments, v)))
 
 
-@row(
+@method(
     "2511.01815",
     "reconstruction: a basis of each head, bits that all layers share, a scale of each token, no entropy coder",
     "up to 20x smaller, 40x in some uses, with the accuracy of the full cache",
@@ -108,7 +108,7 @@ def kvtc(*, bits: float = 2.0, values: float | None = None, sinks: int = 4, sens
     return dict(tiers=(codec,), sinks=sinks)
 
 
-@row(
+@method(
     "2401.18079",
     "reconstruction: outliers, and ends of values, of each head; no Q-Norm; ends of keys are those of `outliers`=1%",
     "less than 0.1 perplexity at 3 bits, LLaMA, Llama-2 and Mistral",

@@ -11,12 +11,12 @@ from jkv.methods.quantization import Affine, Dense, LowRank, Merged, OfPrompt, S
 from jkv.methods.quantization.calibrated import Side, with_folder
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.rotation import Rotated
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.landmark import Landmark
 from jkv.protocols import Codec
 
 
-@row(
+@method(
     "2407.21118",
     "reconstruction: subspaces by the moments of keys and values; all layers have the same ranks, not Fisher's",
     "half of the bytes with accuracy intact; up to 1.89x the speed of attention with rotated keys",
@@ -38,7 +38,7 @@ def palu(
     return dict(tiers=(TierSpec(k=side(keys, "plain"), v=side(values, "values"), rope="read"),))
 
 
-@row(
+@method(
     "2406.07056",
     "reconstruction from an abstract and a summary: no weights are trained after it; queries are mapped too",
     "half or three quarters of the kv heads removed with comparable quality",
@@ -54,7 +54,7 @@ def kvheads(*, heads: int = 4, moments: str | None = None) -> Axes:
     return dict(tiers=(TierSpec(k=k, v=v),))
 
 
-@row(
+@method(
     "2409.10593",
     "reconstruction: the optimum of its loss in closed form, without training; quantised after, not during; "
     "latents are those of keys, not of inputs",
@@ -83,7 +83,7 @@ def after_prompt(k: Codec, values: int, rope: Literal["write", "read"]) -> Axes:
     return dict(tiers=(prompt, TierSpec(k=Dense(), v=Dense())))
 
 
-@row(
+@method(
     "2502.15304",
     "reconstruction (no code was released): bits by stretch of channels are given; of all heads or of each",
     "keys at 1.25 bits with little loss on LongBench, up to 410x smaller keys together with sparsity",
@@ -99,7 +99,7 @@ def svdq(*, bits: tuple[int, ...] = (8, 4, 4, 2, 2, 0, 0, 0), heads: int = 0, va
     return after_prompt(codec, values, "write")
 
 
-@row(
+@method(
     "2410.21465",
     "reconstruction: values stay on the device; outlier pages are the worst of all kv heads; generated ones are picked",
     "up to 6x larger batches and 3.04x the throughput on an A100, without a loss of accuracy",
@@ -126,7 +126,7 @@ def shadowkv(
     return dict(score=UnitOutlier(unit=page), tiers=(apart, *prompt), select=select, recent=recent)
 
 
-@row(
+@method(
     "2503.18893",
     "approximation: low rank, by the Gram matrix; prompts attend to themselves exactly, as in the released code",
     "up to 6.8x smaller than other methods across layers with 2.7% more accuracy, Llama-3.1-8B and Qwen2.5",
@@ -144,7 +144,7 @@ def xkv(*, keys: float = 0.125, values: float = 0.1875, layers: int = 4) -> Axes
     return dict(tiers=tiers, prefill=Deferred())
 
 
-@row(
+@method(
     "2405.14366",
     "reconstruction: a prompt is merged once it is read, what follows it stays as it is; pairs begin at an even layer; "
     "a number of tokens stays apart in each head",

@@ -1,4 +1,4 @@
-"""Laws that every composition obeys, whatever its method; every row of the catalogue is in one."""
+"""Laws that every composition obeys, whatever its method; every method of the catalogue is in one."""
 
 from __future__ import annotations
 

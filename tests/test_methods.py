@@ -143,7 +143,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - rig.AROUND))
-def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
+def test_every_method_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
     """Traced, one piece of a prompt after another: what a score asks of many queries is never one tile of them."""
     given = ["budget=512"] if "budget" in METHODS[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]

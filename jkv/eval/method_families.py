@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jkv.methods import known
+from jkv.methods.base import Dense
 from jkv.methods.budgets.sizes import Size
-from jkv.methods.quantization import Dense
 from jkv.methods.registry import Axes, Method
 from jkv.protocols import Prefill
 

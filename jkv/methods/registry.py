@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jkv.methods.budgets.sizes import Bytes, Keep, Size, Tokens, beyond
 from jkv.methods.config import MOST, CacheConfig
-from jkv.methods.prefill.deferred import compressed
-from jkv.methods.selection.wrappers import over_layers, over_steps, voted
-from jkv.methods.values import valued
 from jkv.utils.validation import read_bytes
 
+F = TypeVar("F", bound=Callable[..., Any])
 Axes = dict[str, Any]  # field of CacheConfig, or a key of AROUND -> value
 FOLDER = "str | None"  # annotation of arguments that name a folder
 Positive = int  # annotation of arguments that are 1 or more; other integers may be 0
@@ -183,20 +181,9 @@ AXES = (
 )
 
 
-def _around(axis: str, wrap: Callable[[Any, Any], Any]) -> tuple[str, Callable[[CacheConfig, Any], CacheConfig]]:
-    """An entry of AROUND: the axis it changes, and the function that wraps the config's value of that axis."""
-    return axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
-
-
-# axes that wrap another axis of the config, whichever row fills that one
-AROUND = {
-    "append": _around("budget", beyond),
-    "compression": _around("prefill", compressed),
-    "vote": _around("select", voted),
-    "steps": _around("select", over_steps),
-    "layers": _around("select", over_layers),
-    "values": ("tiers", valued),
-}
+Wrap = Callable[[CacheConfig, Any], CacheConfig]  # wraps an axis of a config with what a method gave
+# name -> (axis, how to wrap it): axes that wrap another axis of the config, whichever method fills that one
+AROUND: dict[str, tuple[str, Wrap]] = {}
 SCHEDULE = ("recent", "sinks", "block")  # a composition takes the largest value that one of its methods asks for
 ARGUMENTS = (
     *SCHEDULE,
@@ -229,6 +216,24 @@ def method(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..
     return add
 
 
+def around(name: str, axis: str) -> Callable[[F], F]:
+    """Register the decorated function in AROUND: (value of `axis`, what the method gave) -> the wrapped value.
+
+    Args:
+        name: Key under which methods give it.
+        axis: Axis of the config that it wraps.
+    """
+
+    def add(wrap: F) -> F:
+        AROUND[name] = axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
+        return wrap
+
+    return add
+
+
+around("append", "budget")(beyond)
+
+
 def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
     """Parse a method's budget, given as exactly one of `budget`, `keep` and `bytes`.
 
@@ -256,6 +261,3 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
     return Keep(keep=float(keep))
-
-
-assert set(AXES) - set(AROUND) <= {f.name for f in fields(CacheConfig)}

@@ -24,32 +24,30 @@ from jkv.cache.spec import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers
 from jkv.core.slot_writes import admit
 from jkv.methods import METHODS, parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.eviction.keys import KeyNorm
-from jkv.methods.eviction.sentences import ENDS, START
-from jkv.methods.quantization import (
-    Affine,
-    Dense,
-    Float,
-    Float4,
-    Gear,
-    LowRank,
-    Mixed,
-    Nsn,
-    OfPrompt,
-    Polar,
-    Rotated,
-    Separable,
-    Sparse,
-    Ternary,
-)
 from jkv.methods.quantization.calibrated import Centered, Principal, Sorted
-from jkv.methods.quantization.lookup import Bfp
-from jkv.methods.quantization.sensitivity import Sensitive, Transformed
+from jkv.methods.quantization.float4 import Float4
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.gear import Gear
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.ksort import Bfp
+from jkv.methods.quantization.kvquant import Sensitive
+from jkv.methods.quantization.kvtc import Transformed
+from jkv.methods.quantization.lowrank import LowRank
+from jkv.methods.quantization.nsnquant import Nsn
+from jkv.methods.quantization.per_channel_scale import Separable
+from jkv.methods.quantization.per_prompt import OfPrompt
+from jkv.methods.quantization.polar import Polar
+from jkv.methods.quantization.rotation import Rotated
+from jkv.methods.quantization.sparse import Sparse
 from jkv.methods.quantization.think import Thinned
+from jkv.methods.quantization.vidkv import Mixed, Ternary
 from jkv.methods.selection.proxy_keys import Proxies
 from jkv.methods.selection.quest import PageBound
+from jkv.methods.selection.sentences import ENDS, START
 from jkv.protocols import Codec, Queries, Selector
 from support import rig
 from support.looks import entered

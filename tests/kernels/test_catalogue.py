@@ -30,7 +30,7 @@ MODEL = models.read_config(models.TINY | dict(hidden_size=H * G * D, num_attenti
 
 
 def texts() -> list[str]:
-    """Rows with each number of bits that they take."""
+    """Methods with each number of bits that they take."""
     found = []
     for method in METHODS.values():
         for bits in (1, 2, 3, 4, 8) if "bits" in method.arguments and method.name not in rig.AROUND else ():
@@ -41,7 +41,7 @@ def texts() -> list[str]:
 
 
 def pairs() -> dict[str, tuple[Codec, Codec]]:
-    """Of keys and values, of every tier of every row; of what is made of a model's statistics the other side alone."""
+    """Keys and values of every tier of every method; of what is made of a model's statistics the other side alone."""
     found = {}
     for config in (*rig.compositions(), *map(methods.parse, texts())):
         for tier in config.tiers:

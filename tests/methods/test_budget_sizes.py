@@ -27,7 +27,7 @@ IDS = np.random.default_rng(3).integers(0, MODEL.vocab, LENGTH).tolist()
 
 
 def written(name: str, size: str) -> str:
-    """A row with the arguments of its case, and a size: small windows, so that a small text is long enough."""
+    """A method with the arguments of its case, and a size: small windows, so that a small text is long enough."""
     text = CASES[name][0].text.split(" | ")[0].format(b=12, p=3, t=0.0)
     return re.sub(r"\((budget|keep)=[0-9.]+", f"({size}", text)
 
@@ -58,7 +58,7 @@ DIVIDED = [name for name in SIZED if of_prompt(written(name, f"budget={TOKENS}")
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_every_row_takes_its_size_in_three_forms(name: str):
+def test_every_method_takes_its_size_in_three_forms(name: str):
     for size in (f"budget={TOKENS}", f"keep={KEEP}", "bytes='64MiB'"):
         config = parse(written(name, size))
         check(config, MODEL)

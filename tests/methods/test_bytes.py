@@ -12,7 +12,7 @@ from jkv import methods, models
 from jkv.cache.cache import tree_bytes
 from jkv.io import trained_weights
 from jkv.methods.budgets.sizes import Beyond
-from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.prompt_compression import PromptCompression
 from jkv.prompts import allocation
 
 # no weights, and no plan, of these come with jkv

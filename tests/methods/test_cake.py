@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.methods.base import WindowMass
 from jkv.methods.budgets.layers import proportional
-from jkv.methods.eviction.attention import WindowMass
 from jkv.methods.eviction.cake import Dispersed
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L

@@ -16,11 +16,13 @@ from jkv.core import decode_loop
 from jkv.core.flush import limited
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import resolve
-from jkv.methods.eviction.attention import Accumulated, Persistence, Recurrence
-from jkv.methods.eviction.critic import Entropy, Gradient, Normalised, Plus
+from jkv.methods.eviction.attention_history import Persistence, Recurrence
+from jkv.methods.eviction.critic import Entropy, Gradient, Normalised
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.keys import KeyNorm
+from jkv.methods.eviction.kvcrush import Representatives
 from jkv.methods.eviction.position import Oldest
-from jkv.methods.eviction.wrappers import Representatives
+from jkv.methods.eviction.wrappers import Plus
 from jkv.methods.merging.weighted import Nearest, shares
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, MODEL, PARAMS, D, H

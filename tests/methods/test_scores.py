@@ -12,11 +12,11 @@ import pytest
 from jkv.arrays.pytree import part
 from jkv.attention.evidence import Evidence
 from jkv.core import decode_loop
+from jkv.methods.base import Newest, Pool, Protect, WindowMass
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import CacheConfig
-from jkv.methods.eviction.attention import Accumulated, WindowMass
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.keys import Expected, KeyNorm, KeyOutlier
-from jkv.methods.eviction.position import Newest, Pool, Protect
 from jkv.methods.eviction.wrappers import AcrossHeads
 from jkv.methods.selection.quest import PageBound
 from jkv.models.rope import Rope

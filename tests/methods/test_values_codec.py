@@ -1,13 +1,15 @@
-"""Keys in the codec of one row, values in that of another."""
+"""Keys in the codec of one method, values in that of another."""
 
 from __future__ import annotations
 
 import pytest
 
 from jkv.methods import METHODS, parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.quantization import Affine, Dense, Float
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.integer import Affine
 from support import rig
 
 ONLY = {"codec", "tiers", "recent", "block"}
@@ -18,7 +20,7 @@ def pairs(config: CacheConfig) -> list:
     return [config.codecs(tier) for tier in config.tiers]
 
 
-def test_keys_of_one_row_meet_values_of_another():
+def test_keys_of_one_method_meet_values_of_another():
     mixed = parse("fp8 | values(codec='int4(group=0)')")
     assert pairs(mixed) == [(Float(), Affine(bits=4))]
     assert pairs(parse("int8 | values")) == [(Affine(bits=8), Affine(bits=4, group=32))]

@@ -6,8 +6,8 @@ import pytest
 
 from jkv import methods, models
 from jkv.methods import compatibility
-from jkv.methods.quantization import Affine
 from jkv.methods.quantization.groups import Widest, shared
+from jkv.methods.quantization.integer import Affine
 
 WIDTHS = (64, 80, 96, 100, 112, 128)
 CODED = [name for name, method in methods.METHODS.items() if {"codec", "tiers"} & {*method.axes}]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jkv.methods.eviction
 from jkv.arrays.pytree import part
 from jkv.attention.evidence import evidence as seen
 from jkv.cache.cache import Counts, LayerCache, Observation, Queries, Window
@@ -24,34 +21,31 @@ from jkv.cache.spec import LayerConfig
 from jkv.core import decode_loop, deferred_prefill
 from jkv.core.flush import flush
 from jkv.io import trained_weights
+from jkv.methods.base import Newest, WindowMass, Wrapper
 from jkv.methods.budgets.sizes import Tokens
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.eviction.attention import Accumulated, WindowMass
-from jkv.methods.eviction.critic import ByPhase, Plus, Several
-from jkv.methods.eviction.heads import Lasting
-from jkv.methods.eviction.position import Newest, Oldest, Wrapper
-from jkv.methods.eviction.probes import Probed
+from jkv.methods.eviction.chunkkv import Groups
+from jkv.methods.eviction.compresskv import Lasting
+from jkv.methods.eviction.h2o import Accumulated
+from jkv.methods.eviction.position import Oldest
 from jkv.methods.eviction.queries import Queried
-from jkv.methods.eviction.smallkv import Assisted
 from jkv.methods.eviction.trained_gates import Trained
-from jkv.methods.eviction.wrappers import Groups
+from jkv.methods.eviction.wrappers import ByPhase, Plus, Several
+from jkv.methods.merging.smallkv import Assisted
 from jkv.methods.prefill.deferred import Deferred
-from jkv.methods.prefill.probes import Pseudo
+from jkv.methods.prefill.probes import Probed, Pseudo
 from jkv.prompts import allocation
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
 from support.rig import MODEL, D, G, H, L
 from support.scenes import attending, evidence
 
-for module in pkgutil.iter_modules(jkv.methods.eviction.__path__):
-    import_module(f"jkv.methods.eviction.{module.name}")
-
 
 def below(kind: type) -> Iterator[type]:
-    """Its classes in jkv.methods.eviction, bases of several of them aside."""
+    """Its classes in jkv.methods, bases of several of them aside."""
     for sub in kind.__subclasses__():
-        if sub.__module__.startswith("jkv.methods.eviction") and sub not in (Wrapper, Several, Trained, Queried):
+        if sub.__module__.startswith("jkv.methods.") and sub not in (Wrapper, Several, Trained, Queried):
             yield sub
         yield from below(sub)
 

@@ -399,7 +399,7 @@ OWN: dict[str, tuple[Case, ...]] = {
 
 
 def usual(method: Method) -> str:
-    """A row with its defaults, of a budget and a window that texts of some tokens can fill."""
+    """A method with its defaults, of a budget and a window that texts of some tokens can fill."""
     small = {"window": "8", "step": "{b}"} if method.sized else {}
     given = ["budget={b}"] * method.sized + [f"{name}={n}" for name, n in small.items() if name in method.arguments]
     return f"{method.name}({', '.join(given)})" if given else method.name
@@ -425,7 +425,7 @@ COMMON = [CASES[name][-1] for name in ("full", "h2o", "snapkv", "kivi", "quest",
 
 
 def compositions() -> list[CacheConfig]:
-    """Every row of the catalogue as it is, and as it is tested; some alone are none."""
+    """Every method of the catalogue as it is, and as it is tested; some alone are none."""
     given = {name: f"{name}(budget=4096)" if "budget" in x.arguments else name for name, x in METHODS.items()}
     given = {name: text for name, text in given.items() if name not in AROUND}
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "kvheads", "cskv")}

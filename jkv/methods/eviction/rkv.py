@@ -1,4 +1,4 @@
-"""R-KV: attention combined with the redundancy of keys."""
+"""R-KV: attention beside redundancy among keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
+from jkv.methods.base import Pool
+from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.keys import norms
+from jkv.methods.eviction.wrappers import Plus
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 TILE = 64  # keys that are compared with all others at once
@@ -82,3 +86,34 @@ class Redundancy(Score):
         sums = jax.lax.fori_loop(0, -(-total // tile), some, jnp.zeros((b, h, total), jnp.float32))
         count = jnp.maximum(ev.live.sum(-1, keepdims=True), 1).astype(jnp.float32)
         return -jax.nn.softmax(jnp.where(ev.live, sums / count, -jnp.inf), -1)
+
+
+@method(
+    "2505.24133",
+    "exact for its code but for keys like no other, which spare the first there; the prompt is cut too",
+    "nearly the full cache's accuracy with 10% of it, 105% with 16%; 90% less memory, 6.6x the throughput",
+)
+def rkv(
+    size: Size,
+    *,
+    weight: float = 0.07,
+    window: Positive = 8,
+    pool: Positive = 7,
+    threshold: float = 0.5,
+    block: Positive = 128,
+) -> Axes:
+    """R-KV: attention from the last `window`, `weight` of the score, and the rest of it for keys unlike the others.
+
+    For long chains of thought, which repeat themselves.
+    """
+    if not 0 <= weight <= 1:
+        raise ValueError(f"rkv: weight={weight}: of attention beside redundancy, from 0 to 1")
+    attention = Pool(score=PeakMass(queries=window), width=pool, kind="max")
+    return dict(
+        score=Plus(
+            scores=(attention, Redundancy(threshold=float(threshold))), weights=(float(weight), 1 - float(weight))
+        ),
+        budget=size,
+        recent=window,
+        block=at_most(block, size.tokens, 1),
+    )

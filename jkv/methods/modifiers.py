@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from jkv.methods.base import Newest
 from jkv.methods.budgets.sizes import All
-from jkv.methods.eviction.position import Newest
-from jkv.methods.merging.residual import MeanToken
+from jkv.methods.config import CacheConfig, TierSpec
+from jkv.methods.merging.razorattention import MeanToken
 from jkv.methods.parser import parse
 from jkv.methods.prefill.deferred import Coded
-from jkv.methods.registry import Axes, Positive, method
-from jkv.methods.values import values_of
+from jkv.methods.registry import AROUND, Axes, Positive, method
+from jkv.protocols import Codec
+
+REST = ("score", "budget", "pooled", "merge", "select", "prefill")  # axes other than codes
 
 
 @method("-", "exact")
@@ -66,3 +71,29 @@ def kvsink(*, tokens: Positive = 8) -> Axes:
 def append() -> Axes:
     """Generated tokens are kept on top of the budget, as the papers that compress only a prompt do."""
     return dict(append=1.0)
+
+
+def values_of(config: CacheConfig) -> Codec:
+    """Value codec of a composition's last tier.
+
+    Raises:
+        ValueError: The composition fills axes other than codes.
+    """
+    plain = CacheConfig()
+    if more := [x for x in REST if getattr(config, x) != getattr(plain, x)]:
+        raise ValueError(f"values: codec='{config}' fills {' and '.join(more)}: name a method that only codes")
+    return config.codecs(config.tiers[-1])[1]
+
+
+def valued(config: CacheConfig, v: Codec) -> CacheConfig:
+    """Replace the value codec by `v` in the tiers that are coded, or in all tiers if none is."""
+
+    def coded(tier: TierSpec) -> bool:
+        return not all(codec.exact for codec in config.codecs(tier))
+
+    every = not any(map(coded, config.tiers))
+    tiers = (replace(t, v=v) if every or coded(t) else t for t in config.tiers)
+    return replace(config, tiers=tuple(tiers))
+
+
+AROUND["values"] = "tiers", valued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,29 +43,67 @@ def peak_attention(ev: Evidence, queries: Queries) -> Array:
     return ev.fold(lambda p, q_pos, pos, index: p.max((2, 3)), queries, jnp.maximum)
 
 
-@part
-class WindowMass(Score):
-    """SnapKV, TOVA: attention from the last `queries` queries, s_j = sum_i p[i,j], averaged over G.
+def window_attention(ev: Evidence) -> Array:
+    """SnapKV, TOVA: attention from the newest queries, s_j = sum_i p[i,j], averaged over G.
 
     Sources: SnapKV (2404.14469), TOVA (2401.06104: one query).
     """
+    assert ev.kept is not None
+    return mass(ev, ev.kept, "mean")
 
-    queries: int = 32
+
+@part
+class RankBy(Score):
+    """A score that is one function of the evidence; `rank_by` makes it. Equal settings share compiled programs.
+
+    Attributes:
+        fn: Function (evidence, **options) -> f32[B,Hs,S], defined in a module; the tokens of the highest ranks stay.
+        queries: Newest queries that it reads, as `ev.kept`.
+        uniform: It ranks alike for all kv heads (Hs = 1).
+        options: Its other arguments, by name.
+    """
+
+    fn: Callable[..., Array]
+    queries: int = 0
+    uniform: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:  # without the function's address, which differs from process to process
+        given = {"queries": self.queries, "uniform": self.uniform, **dict(self.options)}
+        fn = f"{self.fn.__module__}.{self.fn.__qualname__}"
+        return f"rank_by({fn}, {', '.join(f'{name}={x!r}' for name, x in given.items())})"
 
     @property
     def needs(self) -> Needs:
         return Needs(queries=self.queries)
 
     def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        return mass(ev, ev.kept.newest(self.queries), "mean")
+        own = replace(ev, kept=ev.kept.newest(self.queries)) if ev.kept is not None and self.queries else ev
+        return self.fn(own, **dict(self.options))
 
-    def by_query_head(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        queries = ev.kept.newest(self.queries)
-        groups = queries.q.shape[2]
-        each = ev.fold(lambda p, *_: tuple(p.sum(3)[:, :, i] for i in range(groups)), queries)
-        return jnp.stack(each, 2)
+
+def rank_by(fn: Callable[..., Array], queries: int = 0, uniform: bool = False, **options: Any) -> RankBy:
+    """Return the score that ranks tokens by a function.
+
+    Args:
+        fn: Function (evidence, **options) -> f32[B,Hs,S] at the top level of a module.
+        queries: Newest queries that it reads, as `ev.kept`.
+        uniform: It ranks alike for all kv heads (Hs = 1).
+        options: Its other arguments: numbers and texts.
+
+    Raises:
+        ValueError: The function is a lambda or a closure.
+
+    >>> rank_by(window_attention, queries=32)
+    rank_by(jkv.methods.base.window_attention, queries=32, uniform=False)
+    """
+    name = getattr(fn, "__qualname__", "<locals>")
+    if "<locals>" in name or "<lambda>" in name:
+        raise ValueError(
+            f"rank_by({fn!r}): programs are compiled anew for each function, and this one is made anew at each call; "
+            "define it at the top level of a module, and give what it closes over as keyword arguments of rank_by"
+        )
+    return RankBy(fn=fn, queries=queries, uniform=uniform, options=tuple(sorted(options.items())))
 
 
 @part

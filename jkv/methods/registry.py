@@ -140,20 +140,22 @@ class Method:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Classes that the method is made of, and their docstrings.
+        """Classes and functions that the method is made of, and their docstrings.
 
         >>> from jkv.methods import METHODS
         >>> list(METHODS["snapkv"].parts)
-        ['Pool', 'WindowMass', 'Tokens']
+        ['Pool', 'RankBy', 'window_attention', 'Tokens']
         """
         return dict(_parts(self.filled))
 
 
 def _parts(filled: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name and docstring of every dataclass in the filled axes, depth first."""
+    """Yield the name and docstring of every dataclass and function in the filled axes, depth first."""
     if isinstance(filled, dict | tuple):
         for x in filled.values() if isinstance(filled, dict) else filled:
             yield from _parts(x)
+    elif inspect.isfunction(filled):
+        yield filled.__name__, inspect.getdoc(filled) or ""
     elif is_dataclass(filled):
         yield type(filled).__name__, inspect.getdoc(type(filled)) or ""
         yield from _parts(tuple(getattr(filled, f.name) for f in fields(filled)))

@@ -137,9 +137,9 @@ def test_methods_are_the_catalogue():
 def test_a_method_says_what_it_takes_and_is_made_of():
     text = call("methods", "snapkv").stdout
     assert text.startswith("snapkv(budget=None, keep=None, bytes=None, window=") and "16 long-context sets" in text
-    assert "WindowMass: " in text and "2404.14469" in text
+    assert "window_attention: " in text and "2404.14469" in text
     told = json.loads(call("methods", "pyramidkv", "--json").stdout)
-    assert told["arguments"]["keep"] is None and {"Pyramid", "WindowMass"} <= {*told["parts"]}
+    assert told["arguments"]["keep"] is None and {"Pyramid", "window_attention"} <= {*told["parts"]}
     assert "did you mean 'snapkv'" in call("methods", "snapvk").stderr
     assert "leave out one of the two" in call("methods", "snapkv", "--pairs").stderr
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.base import Pool, WindowMass
+from jkv.methods.base import Pool, rank_by, window_attention
 from jkv.methods.budgets.layers import Proportional
 from jkv.methods.budgets.sizes import Size
 from jkv.methods.eviction.wrappers import ByPhase
@@ -111,7 +111,7 @@ def cake(
         raise ValueError(f"cake: tempers={tempers}, step={step}, gamma={gamma}: two above 0, 1 or more, and 0 or more")
     prompt = Dispersed(queries=window, gamma=float(gamma), tempers=(float(tempers[0]), float(tempers[1])))
     return dict(
-        score=Pool(score=ByPhase(score=prompt, path=WindowMass(queries=1)), width=pool),
+        score=Pool(score=ByPhase(score=prompt, path=rank_by(window_attention, queries=1)), width=pool),
         budget=Proportional(size=size, window=window, step=step),
         prefill=Deferred(),
         recent=window,

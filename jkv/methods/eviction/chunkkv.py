@@ -10,7 +10,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
-from jkv.methods.base import WindowMass, Wrapper
+from jkv.methods.base import Wrapper, rank_by, window_attention
 from jkv.methods.budgets.layers import Pyramid
 from jkv.methods.budgets.sizes import Size
 from jkv.methods.eviction.salience import segments, unsorted
@@ -74,35 +74,53 @@ def numbered(pos: Array, width: int) -> Array:
     return jnp.cumsum(opens, -1)
 
 
+def unit_means(ev: Evidence, each: Array, width: int, half: bool = False) -> Array:
+    """f32[B,Hs,S]: the mean of `each` f32[B,Hs,G,S] over G and the evictable tokens of a unit of `width` neighbours.
+
+    Args:
+        half: Only the larger half of a unit counts, of each query head its own.
+    """
+    b, heads, groups, n = each.shape
+    rank = each.reshape(b, heads * groups, n)
+    split = lambda y: jnp.repeat(y[:, :heads], groups, 1)  # noqa: E731
+    order, goes = split(ev.chronological(heads)), split(ev.may_go & ev.live) & jnp.isfinite(rank)
+    pos, used, x = (take_along(y, order, -1) for y in (split(ev.pos), goes, rank))
+    unit, index = numbered(pos, width), jnp.broadcast_to(jnp.arange(n), order.shape)
+    counted = used
+    if half:
+        # Sort within each unit, the largest first.
+        *_, best = jax.lax.sort((unit, jnp.where(used, -x, jnp.inf), index), num_keys=2)  # first within a unit
+        first = take_along(segments(jax.ops.segment_min, index, unit), unit, -1)
+        counted = used & (unsorted(best, index) - first < max(width // 2, 1))
+    total = segments(jax.ops.segment_sum, jnp.where(counted, x, 0), unit)
+    count = segments(jax.ops.segment_sum, counted.astype(jnp.float32), unit)
+    mean = take_along(total / jnp.maximum(count, 1), unit, -1)
+    return jnp.where(goes, unsorted(order, mean), rank).reshape(each.shape).mean(2)
+
+
 @part
 class Units(Wrapper):
-    """WindowKV: tokens of a unit of `width` neighbours share their rank: the mean of all, or of the larger half.
+    """WindowKV, ChunkKV: tokens of a unit of `width` neighbours share the mean of their ranks.
 
-    Only evictable tokens count. With kind "half" each query head has its own larger half, and the unit gets the mean
-    over these heads. Where the budget ends within a unit, its older tokens stay. Source: WindowKV (2503.17922).
+    Only evictable tokens count. Where the budget ends within a unit, its older tokens stay. Sources: WindowKV
+    (2503.17922), ChunkKV (2502.00299).
     """
 
     width: int = 8
-    kind: str = "mean"
 
     def rank(self, ev: Evidence) -> Array:
-        each = self.score.by_query_head(ev) if self.kind == "half" else self.score.rank(ev)[:, :, None]
-        b, heads, groups, n = each.shape
-        rank = each.reshape(b, heads * groups, n)
-        split = lambda y: jnp.repeat(y[:, :heads], groups, 1)  # noqa: E731
-        order, goes = split(ev.chronological(heads)), split(ev.may_go & ev.live) & jnp.isfinite(rank)
-        pos, used, x = (take_along(y, order, -1) for y in (split(ev.pos), goes, rank))
-        unit, index = numbered(pos, self.width), jnp.broadcast_to(jnp.arange(n), order.shape)
-        counted = used
-        if self.kind == "half":
-            # Sort within each unit, the largest first.
-            *_, best = jax.lax.sort((unit, jnp.where(used, -x, jnp.inf), index), num_keys=2)  # first within a unit
-            first = take_along(segments(jax.ops.segment_min, index, unit), unit, -1)
-            counted = used & (unsorted(best, index) - first < max(self.width // 2, 1))
-        total = segments(jax.ops.segment_sum, jnp.where(counted, x, 0), unit)
-        count = segments(jax.ops.segment_sum, counted.astype(jnp.float32), unit)
-        mean = take_along(total / jnp.maximum(count, 1), unit, -1)
-        return jnp.where(goes, unsorted(order, mean), rank).reshape(each.shape).mean(2)
+        return unit_means(ev, self.score.rank(ev)[:, :, None], self.width)
+
+
+def larger_halves(ev: Evidence, *, width: int) -> Array:
+    """WindowKV: attention from the newest queries, of which tokens of a unit share the mean of the larger half.
+
+    Each query head has its own larger half, and the unit gets the mean over these heads. Source: WindowKV (2503.17922).
+    """
+    assert ev.kept is not None
+    groups = ev.kept.q.shape[2]
+    each = ev.fold(lambda p, *_: tuple(p.sum(3)[:, :, i] for i in range(groups)), ev.kept)
+    return unit_means(ev, jnp.stack(each, 2), width, half=True)
 
 
 @method(
@@ -114,13 +132,14 @@ def windowkv(
     size: Size, *, window: Positive = 32, unit: int = 8, group: int = 8, beta: Positive = 14, task: str = "qa"
 ) -> Axes:
     """WindowKV: whole units of neighbours, one choice for all heads, more of them in the lower groups of layers."""
-    kinds = {"qa": "half", "summary": "mean"}
-    if task not in kinds:
+    if task not in ("qa", "summary"):
         raise ValueError(f"windowkv: task={task!r}: 'qa' looks for a place in the text, 'summary' for all of it")
     size = size.above("windowkv", window, "its observation window")
     if min(group, unit) < 1:
         raise ValueError(f"windowkv: group={group}, unit={unit}: layers that share a choice, and tokens; 1 or more")
-    units = Units(score=WindowMass(queries=window), width=unit, kind=kinds[task])
+    units = rank_by(larger_halves, queries=window, width=unit)
+    if task == "summary":
+        units = Units(score=rank_by(window_attention, queries=window), width=unit)
     return dict(
         score=Groups(score=AcrossHeads(score=units), width=group),
         budget=Pyramid(size=size, window=window, beta=beta, group=group),
@@ -137,5 +156,5 @@ def chunkkv(size: Size, *, window: Positive = 32, unit: int = 10, reuse: int = 1
     """ChunkKV: whole chunks of `unit` tokens by their mean attention, one choice for all heads and `reuse` layers."""
     if min(unit, reuse) < 1:
         raise ValueError(f"chunkkv: unit={unit}, reuse={reuse}: tokens, and layers that share a choice; 1 or more")
-    chunks = AcrossHeads(score=Units(score=WindowMass(queries=window), width=unit))
+    chunks = AcrossHeads(score=Units(score=rank_by(window_attention, queries=window), width=unit))
     return dict(score=Groups(score=chunks, width=reuse), budget=size, recent=window)

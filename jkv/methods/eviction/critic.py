@@ -8,7 +8,7 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
 from jkv.attention.mask import visible
-from jkv.methods.base import Wrapper
+from jkv.methods.base import Wrapper, rank_by
 from jkv.methods.budgets.sizes import Keep, Size
 from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.wrappers import AcrossHeads, Plus
@@ -46,33 +46,28 @@ class Entropy(Score):
         return ev.columns["entropy"]
 
 
-@part
-class Gradient(Score):
+def output_gradient(ev: Evidence) -> Array:
     """CRITIC: how much a token's key and value move the newest output away from the one before.
 
     For the loss mean((o - o')^2) of the last two queries' outputs, g = 2 (o - o') / Dv: sum_d |dL/dv_j| = p_j |g|_1 and
     sum_d |dL/dk_j| = p_j |g . (v_j - o)| |q|_1 scale, summed over G; o' is held fixed. Source: CRITIC (2504.01281).
     """
-
-    needs = Needs(queries=2)
-
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        q, pos = ev.kept.q, ev.kept.pos
-        b, h, g, n, d = q.shape
-        q = jnp.where((pos >= 0)[:, None, None, :, None], q.astype(jnp.float32), 0)
-        # Attention and outputs of the last two queries.
-        see = (visible(pos, ev.pos, ev.plan.window) & (pos >= 0)[:, None, :, None])[:, :, None]
-        logits = ev.dot(q.reshape(b, h, g * n, d)).reshape(b, h, g, n, -1) * ev.scale
-        p = jnp.where(see, jnp.exp(jnp.where(see, logits - ev.kept.lse[..., None], -jnp.inf)), 0)
-        out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, -1)
-        # Gradients of the loss with respect to the values and the keys.
-        both = (pos >= 0).all(1)[:, None, None, None]
-        new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
-        slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
-        away = jnp.where(see, ev.dot(slope, of="v") - (slope * new).sum(-1, keepdims=True), 0)
-        size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * float(ev.scale)
-        return (p * (jnp.abs(slope).sum(-1, keepdims=True) + jnp.abs(away) * size)).sum(2)
+    assert ev.kept is not None
+    q, pos = ev.kept.q, ev.kept.pos
+    b, h, g, n, d = q.shape
+    q = jnp.where((pos >= 0)[:, None, None, :, None], q.astype(jnp.float32), 0)
+    # Attention and outputs of the last two queries.
+    see = (visible(pos, ev.pos, ev.plan.window) & (pos >= 0)[:, None, :, None])[:, :, None]
+    logits = ev.dot(q.reshape(b, h, g * n, d)).reshape(b, h, g, n, -1) * ev.scale
+    p = jnp.where(see, jnp.exp(jnp.where(see, logits - ev.kept.lse[..., None], -jnp.inf)), 0)
+    out = ev.mix(p.reshape(b, h, g * n, -1)).reshape(b, h, g, n, -1)
+    # Gradients of the loss with respect to the values and the keys.
+    both = (pos >= 0).all(1)[:, None, None, None]
+    new, p, see = out[..., -1, :], p[..., -1, :], see[..., -1, :]
+    slope = jnp.where(both, 2 / new.shape[-1] * (new - out[..., 0, :]), 0)
+    away = jnp.where(see, ev.dot(slope, of="v") - (slope * new).sum(-1, keepdims=True), 0)
+    size = jnp.abs(q[..., -1, :]).sum(-1, keepdims=True) * float(ev.scale)
+    return (p * (jnp.abs(slope).sum(-1, keepdims=True) + jnp.abs(away) * size)).sum(2)
 
 
 @part
@@ -106,7 +101,7 @@ def critic(
 
     A fraction keeps `least` tokens in any case.
     """
-    weights, terms = (attention, entropy, gradient), (Accumulated(), Entropy(), Gradient())
+    weights, terms = (attention, entropy, gradient), (Accumulated(), Entropy(), rank_by(output_gradient, queries=2))
     if min(weights) < 0 or not sum(weights):
         raise ValueError(f"critic: weights {weights} of attention, entropy and gradient: none below 0, one above 0")
     score = Plus(

@@ -8,7 +8,7 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
-from jkv.methods.base import WindowMass, Wrapper, across
+from jkv.methods.base import Wrapper, across, rank_by, window_attention
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.chunkkv import numbered
 from jkv.methods.eviction.layered import aged
@@ -94,5 +94,7 @@ def kvcrush(
     size = size.above("kvcrush", sinks + newest, "its sinks and newest tokens")
     if not 0 <= share <= 1:
         raise ValueError(f"kvcrush: share={share}: the fraction of the budget for representatives, from 0 to 1")
-    score = Representatives(score=WindowMass(queries=window), page=page, share=float(share), sinks=sinks, newest=newest)
+    score = Representatives(
+        score=rank_by(window_attention, queries=window), page=page, share=float(share), sinks=sinks, newest=newest
+    )
     return dict(score=score, budget=size)

@@ -6,29 +6,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.pytree import part
 from jkv.methods.base import Dense, Newest, Protect
 from jkv.methods.budgets.sizes import Size
 from jkv.methods.config import TierSpec
 from jkv.methods.registry import Axes, method
-from jkv.protocols import Evidence, Score
+from jkv.protocols import Evidence
 
 
-@part
-class Oldest(Score):
+def oldest(ev: Evidence, *, newest: int) -> Array:
     """Keep the oldest tokens: rank = -position, and +inf for the newest `newest` tokens and for text just given."""
-
-    newest: int = 25
-
-    uniform = True
-
-    def rank(self, ev: Evidence) -> Array:
-        pos = ev.pos[:, :1]
-        first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
-        if ev.tiers and not ev.generating:
-            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
-            first = jnp.minimum(first, oldest[:, None, None])
-        return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
+    pos = ev.pos[:, :1]
+    first = jax.lax.top_k(pos, min(newest, pos.shape[-1]))[0][..., -1:]
+    if ev.tiers and not ev.generating:
+        oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
+        first = jnp.minimum(first, oldest[:, None, None])
+    return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
 
 @method(

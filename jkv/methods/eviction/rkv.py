@@ -9,45 +9,36 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.base import Pool
+from jkv.methods.base import Pool, rank_by
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.keys import norms
 from jkv.methods.eviction.wrappers import Plus
 from jkv.methods.registry import Axes, Positive, method
-from jkv.protocols import Born, Columns, Evidence, Needs, Score
+from jkv.protocols import Born, Columns, Evidence, Score
 
 TILE = 64  # keys that are compared with all others at once
 
 
-@part
-class PeakMass(Score):
-    """R-KV: attention from the last n = `queries` queries to earlier tokens, by the highest logit of a group.
+def peak_logit_attention(ev: Evidence, *, window: int) -> Array:
+    """R-KV: attention from the last n = `window` queries to earlier tokens, by the highest logit of a group.
 
     s_j = 1/n sum_i softmax_j(max over G of q_i . k_j scale). Source: R-KV (2505.24133), its code.
     """
+    assert ev.kept is not None
+    asked, before = ev.kept, (ev.seen - window)[:, None, None]
+    # One constant for a group, above all its logits: exp(logit - top) keeps their order and is at most 1.
+    top = jnp.broadcast_to(asked.lse.max(2, keepdims=True), asked.lse.shape)
 
-    queries: int = 8
+    def old(p: Array, pos: Array) -> Array:
+        return jnp.where((pos < before)[:, :, None], p.max(2), 0)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries=self.queries)
+    def whole(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+        return jnp.broadcast_to(old(p, pos).sum(-1)[:, :, None], p.shape[:-1])
 
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        asked, before = ev.kept.newest(self.queries), (ev.seen - self.queries)[:, None, None]
-        # One constant for a group, above all its logits: exp(logit - top) keeps their order and is at most 1.
-        top = jnp.broadcast_to(asked.lse.max(2, keepdims=True), asked.lse.shape)
-
-        def old(p: Array, pos: Array) -> Array:
-            return jnp.where((pos < before)[:, :, None], p.max(2), 0)
-
-        def whole(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
-            return jnp.broadcast_to(old(p, pos).sum(-1)[:, :, None], p.shape[:-1])
-
-        total = ev.over_keys(whole, replace(asked, lse=top))
-        asked = replace(asked, lse=top + jnp.log(jnp.maximum(total, 1e-30)))
-        n = jnp.maximum((asked.pos >= 0).sum(1), 1).astype(jnp.float32)[:, None, None]
-        return ev.fold(lambda p, q_pos, pos, index: old(p, pos).sum(2), asked) / n
+    total = ev.over_keys(whole, replace(asked, lse=top))
+    asked = replace(asked, lse=top + jnp.log(jnp.maximum(total, 1e-30)))
+    n = jnp.maximum((asked.pos >= 0).sum(1), 1).astype(jnp.float32)[:, None, None]
+    return ev.fold(lambda p, q_pos, pos, index: old(p, pos).sum(2), asked) / n
 
 
 @part
@@ -108,7 +99,7 @@ def rkv(
     """
     if not 0 <= weight <= 1:
         raise ValueError(f"rkv: weight={weight}: of attention beside redundancy, from 0 to 1")
-    attention = Pool(score=PeakMass(queries=window), width=pool, kind="max")
+    attention = Pool(score=rank_by(peak_logit_attention, queries=window, window=window), width=pool, kind="max")
     return dict(
         score=Plus(
             scores=(attention, Redundancy(threshold=float(threshold))), weights=(float(weight), 1 - float(weight))

@@ -12,7 +12,7 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
 from jkv.attention.mask import visible
-from jkv.methods.base import Pool, Protect, WindowMass, Wrapper, across, mass, prompt_column
+from jkv.methods.base import Pool, Protect, Wrapper, across, mass, prompt_column, rank_by, window_attention
 from jkv.methods.budgets.layers import Pyramid
 from jkv.methods.budgets.sizes import Keep, Size
 from jkv.methods.config import RELATIVE
@@ -24,29 +24,20 @@ if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
 
-@part
-class EvenMass(Score):
-    """FINCH: attention from the last `queries` queries, normalised by how many tokens each query sees.
+def even_attention(ev: Evidence) -> Array:
+    """FINCH: attention from the newest queries, normalised by how many tokens each query sees.
 
     s_j = sum_i n_i p[i,j], averaged over G, n_i the number of tokens that query i sees. So later queries, which spread
     their attention over more tokens, count as much as earlier ones. Source: FINCH (2408.00167).
     """
+    assert ev.kept is not None
+    window = ev.plan.window
 
-    queries: int = 32
+    def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
+        return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries=self.queries)
-
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        asked, window = ev.kept.newest(self.queries), ev.plan.window
-
-        def seen(p: Array, q_pos: Array, pos: Array, index: Array) -> Array:
-            return jnp.broadcast_to(visible(q_pos, pos, window)[:, :, None], p.shape).astype(jnp.float32).sum(-1)
-
-        count = jnp.maximum(ev.over_keys(seen, asked), 1)
-        return mass(ev, replace(asked, lse=asked.lse - jnp.log(count)), "mean")
+    count = jnp.maximum(ev.over_keys(seen, ev.kept), 1)
+    return mass(ev, replace(ev.kept, lse=ev.kept.lse - jnp.log(count)), "mean")
 
 
 @part
@@ -148,7 +139,7 @@ def snapkv(
 ) -> Axes:
     """SnapKV: attention from the last `window` queries, pooled over neighbours."""
     return dict(
-        score=Pool(score=WindowMass(queries=window), width=pool, kind=kind),
+        score=Pool(score=rank_by(window_attention, queries=window), width=pool, kind=kind),
         budget=size,
         recent=window,
     )
@@ -164,7 +155,7 @@ def finch(size: Size, *, window: Positive = 32) -> Axes:
 
     Positions within the cache; what is generated is kept on top.
     """
-    return dict(score=EvenMass(queries=window), budget=size, tiers=RELATIVE, recent=window, append=1.0)
+    return dict(score=rank_by(even_attention, queries=window), budget=size, tiers=RELATIVE, recent=window, append=1.0)
 
 
 @method(
@@ -181,7 +172,7 @@ def criticalkv(
     """
     if not 0 <= share <= 1 or epsilon < 0:
         raise ValueError(f"criticalkv: share={share}, epsilon={epsilon}: a part of the budget, from 0 to 1; 0 or more")
-    seen = Pool(score=WindowMass(queries=window), width=pool)
+    seen = Pool(score=rank_by(window_attention, queries=window), width=pool)
     score = Critical(score=seen, share=float(share), epsilon=float(epsilon) * window)  # the score is a sum of so many
     return dict(score=score, budget=size, recent=window)
 
@@ -193,7 +184,7 @@ def criticalkv(
 )
 def tova(size: Size) -> Axes:
     """TOVA: attention from the last query, one set of tokens for all heads."""
-    return dict(score=AcrossHeads(score=WindowMass(queries=1)), budget=size, recent=0)
+    return dict(score=AcrossHeads(score=rank_by(window_attention, queries=1)), budget=size, recent=0)
 
 
 @method(
@@ -220,7 +211,7 @@ def pyramidkv(size: Size, *, window: Positive = 32, pool: Positive = 5, beta: Po
     """PyramidKV: SnapKV's score, more tokens in the lower layers; the size is their mean."""
     size = size.above("pyramidkv", window, "its observation window")
     return dict(
-        score=Pool(score=WindowMass(queries=window), width=pool),
+        score=Pool(score=rank_by(window_attention, queries=window), width=pool),
         budget=Pyramid(size=size, window=window, beta=beta),
         recent=window,
     )
@@ -240,7 +231,7 @@ def adakv(
 ) -> Axes:
     """Ada-KV: SnapKV's score with a maximum over neighbours; the heads of a layer compete for its slots."""
     return dict(
-        score=Pool(score=WindowMass(queries=window), width=pool, kind="max"),
+        score=Pool(score=rank_by(window_attention, queries=window), width=pool, kind="max"),
         budget=size,
         pooled=float(floor),
         recent=window,

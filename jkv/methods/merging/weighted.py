@@ -11,10 +11,10 @@ from jax import Array
 from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.pytree import part
 from jkv.cache.cache import MERGED
-from jkv.methods.base import Protect, WindowMass
+from jkv.methods.base import Protect, rank_by, window_attention
 from jkv.methods.budgets.sizes import Size
 from jkv.methods.eviction.h2o import Accumulated
-from jkv.methods.eviction.position import Oldest
+from jkv.methods.eviction.position import oldest
 from jkv.methods.eviction.salience import Pivots, pivots, runs, unsorted
 from jkv.methods.eviction.wrappers import AcrossHeads, ByPhase, Counted, Even, PerQuery, Plus, Remembered
 from jkv.methods.registry import Axes, Positive, method
@@ -256,7 +256,7 @@ def elasticcache(size: Size, *, sinks: int = 4, newest: int = 25) -> Axes:
     size = size.above("elasticcache", newest, "its newest tokens")
     prompt = Protect(score=AcrossHeads(score=Accumulated()), sinks=sinks, newest=1)
     return dict(
-        score=Counted(score=ByPhase(score=prompt, path=Oldest(newest=newest), once=True)),
+        score=Counted(score=ByPhase(score=prompt, path=rank_by(oldest, uniform=True, newest=newest), once=True)),
         merge=Nearest(sinks=sinks),
         budget=size,
         recent=1,
@@ -279,7 +279,7 @@ def ems(
     size = size.above("ems", window, "its window")
     if candidates < 1:
         raise ValueError(f"ems: candidates={candidates}: evicted tokens that may be merged at a time, 1 or more")
-    parts = PerQuery(score=Accumulated()), WindowMass(queries=window)
+    parts = PerQuery(score=Accumulated()), rank_by(window_attention, queries=window)
     score = Plus(scores=tuple(Even(score=x) for x in parts), weights=(1.0, 1.0))
     return dict(
         score=Counted(score=Remembered(score=score)),

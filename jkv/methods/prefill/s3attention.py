@@ -21,7 +21,7 @@ from jax import Array
 from jkv.arrays.pytree import leaf, part, static, value
 from jkv.io import trained_weights
 from jkv.io.trained_weights import trained
-from jkv.methods.base import WindowMass
+from jkv.methods.base import rank_by, window_attention
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefill.prompt_compression import PromptCompression
 from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
@@ -164,7 +164,7 @@ class Featured(trained_weights.Bearer, PromptCompression):
     def told(self, reading: Reading) -> list[np.ndarray]:
         """Worth f[S] of each span before the last `window` tokens; empty for a prompt without spans."""
         gate, model = self.weights, reading.params.config
-        config = CacheConfig(score=WindowMass(queries=self.window))
+        config = CacheConfig(score=rank_by(window_attention, queries=self.window))
         draft = reading.draft(reading.params.first(self.depth(model)), config).dense()[0]
         layers, ropes = [draft.layers[i] for i in gate.layers], tuple(model.ropes[i] for i in gate.layers)
         k, q = [x.recent.k for x in layers], [x.queries.q for x in layers]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jkv.arrays.pytree import part
 from jkv.cache.spec import Pruning
-from jkv.methods.base import Pool, WindowMass
+from jkv.methods.base import Pool, rank_by, window_attention
 from jkv.methods.budgets.sizes import Size
 from jkv.methods.compatibility import refuse_first
 from jkv.methods.config import CacheConfig
@@ -72,7 +72,7 @@ def fastkv(
     if not (on > window if isinstance(on, int) else 0 < on <= 1):
         raise ValueError(f"fastkv: tokens={tokens}, share={share}: more than window={window}; above 0 and at most 1")
     return dict(
-        score=Pool(score=WindowMass(queries=window), width=pool),
+        score=Pool(score=rank_by(window_attention, queries=window), width=pool),
         budget=size,
         recent=window,
         prefill=TokenPruning(size=on, layer=layer),

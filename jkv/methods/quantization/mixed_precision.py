@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.base import Dense, Pool, WindowMass, Wrapper, across
+from jkv.methods.base import Dense, Pool, Wrapper, across, rank_by, window_attention
 from jkv.methods.budgets.layers import Inside
 from jkv.methods.budgets.sizes import All, Size
 from jkv.methods.config import TierSpec
@@ -23,7 +23,7 @@ from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Evidence
 
 
-def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
+def integer_tier(bits: int, group: int, size: float | None = None) -> TierSpec:
     """A tier of keys by channel and values by token in so many bits; 16 are the plain floats."""
     if bits == 16:
         return TierSpec(k=Dense(), v=Dense(), size=size)
@@ -41,7 +41,7 @@ def zipcache(
     """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
     if not 0 < share <= 1:
         raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
-    tiers = coded(high, group, float(share)), coded(low, group)
+    tiers = integer_tier(high, group, float(share)), integer_tier(low, group)
     return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
 
 
@@ -92,7 +92,7 @@ def arkv(
     if step is not None and step < 1:
         raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
     low = Affine(bits=8)
-    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
+    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=rank_by(window_attention, queries=1))
     asked = dict(budget=Inside(size=size, window=window, step=step), prefill=Deferred())
     return (asked if share is None else dict(budget=size)) | dict(
         score=Pool(score=score, width=pool),
@@ -134,11 +134,13 @@ def zipvl(
     """ZipVL: in each layer the fewest tokens that have `mass` of the attention get `high` bits, the others `low`."""
     if not 0 < mass <= 1 or step < 1:
         raise ValueError(f"zipvl: mass={mass}, step={step}: above 0 and at most 1; 1 token or more")
-    score = Reaching(score=AcrossHeads(score=WindowMass(queries=window)), share=float(mass), newest=window)
+    score = Reaching(
+        score=AcrossHeads(score=rank_by(window_attention, queries=window)), share=float(mass), newest=window
+    )
     return dict(
         score=Sticky(score=score),
         budget=Inside(size=All(), window=window, step=step),
         prefill=Deferred(),
-        tiers=(coded(high, group, 1.0), coded(low, group)),
+        tiers=(integer_tier(high, group, 1.0), integer_tier(low, group)),
         recent=window,
     )

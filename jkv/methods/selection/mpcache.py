@@ -11,10 +11,11 @@ from jax import Array
 
 from jkv.arrays.pytree import part
 from jkv.attention.evidence import QUERIES
+from jkv.methods.base import rank_by
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked, Vote, logits
-from jkv.protocols import Entered, Evidence, Look, Needs, Score
+from jkv.protocols import Entered, Evidence, Look
 
 
 @part
@@ -64,26 +65,15 @@ class Clusters(Ranked):
         return x.reshape(*x.shape[:2], -1, self.parts, *x.shape[3:])
 
 
-@part
-class Foremost(Score):
-    """MPCache: the highest attention from one of the last `queries` queries, averaged over all heads of the layer.
+def foremost_attention(ev: Evidence) -> Array:
+    """MPCache: the highest attention from one of the newest queries, averaged over all heads of the layer.
 
     s_j = max_i mean over heads of p[i,j]; all heads keep the same tokens. Source: MPCache (2501.06807), whose queries
     are the last 20% of a prompt.
     """
-
-    queries: int = 64
-
-    uniform = True
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries=self.queries)
-
-    def rank(self, ev: Evidence) -> Array:
-        assert ev.kept is not None
-        mean = lambda p, *_: p.mean((1, 2), keepdims=True)[:, :, 0].max(2) + jnp.zeros((1, p.shape[1], 1))  # noqa: E731
-        return ev.fold(mean, ev.kept.newest(self.queries), jnp.maximum)[:, :1]
+    assert ev.kept is not None
+    mean = lambda p, *_: p.mean((1, 2), keepdims=True)[:, :, 0].max(2) + jnp.zeros((1, p.shape[1], 1))  # noqa: E731
+    return ev.fold(mean, ev.kept, jnp.maximum)[:, :1]
 
 
 @method(
@@ -111,4 +101,10 @@ def mpcache(
         raise ValueError(f"mpcache: alpha={alpha}, wide={wide}: a share from 0 to 1, and 1 or more")
     window = at_most(min(window, QUERIES), size.tokens, 2)
     select = Clusters(unit=page, pages=pages, sinks=sinks, alpha=float(alpha), wide=float(wide), first=dense_layers)
-    return dict(score=Foremost(queries=window), budget=size, select=select, recent=window, append=1.0)
+    return dict(
+        score=rank_by(foremost_attention, queries=window, uniform=True),
+        budget=size,
+        select=select,
+        recent=window,
+        append=1.0,
+    )

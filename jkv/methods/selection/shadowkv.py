@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.base import Dense
+from jkv.methods.base import Dense, rank_by
 from jkv.methods.config import TierSpec
 from jkv.methods.eviction.keys import norms
 from jkv.methods.quantization.per_prompt import OfPrompt, after_prompt
 from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked, Vote, logits
-from jkv.protocols import Entered, Evidence, Look, Score
+from jkv.protocols import Entered, Evidence, Look
 
 
 @part
@@ -21,7 +21,7 @@ class Landmark(Ranked):
 
     Weight: softmax_j(q . m_j / sqrt(D)) of each query head, the maximum over G. Summary: m [D] per page. Source:
     ShadowKV (2410.21465), which keeps pages apart that their mean represents badly: these are ranked by the score
-    `UnitOutlier`.
+    `unit_outliers`.
     """
 
     unit: int = 8
@@ -35,28 +35,21 @@ class Landmark(Ranked):
         return logits(look.q, look.summary)
 
 
-@part
-class UnitOutlier(Score):
+def unit_outliers(ev: Evidence, *, unit: int) -> Array:
     """ShadowKV: units of neighbouring tokens that their mean key represents worst.
 
     rank = -cos(k, mean) of the unit's worst key over all kv heads. Units are cut from the oldest token after the sinks;
     what a tier already holds stays. Source: ShadowKV (2410.21465), where each kv head has its own units.
     """
-
-    unit: int = 8
-
-    uniform = True
-
-    def rank(self, ev: Evidence) -> Array:
-        fixed = ev.slots + ev.plan.sinks
-        k = ev.window.k[:, :, ev.plan.sinks :].astype(jnp.float32)
-        b, h, n, d = k.shape
-        k = jnp.pad(k, ((0, 0), (0, 0), (0, -n % self.unit), (0, 0)))
-        k = k.reshape(b, h, -1, self.unit, d)
-        mean = k.mean(3, keepdims=True)
-        cosine = (k * mean).sum(-1) / jnp.maximum(norms(k) * norms(mean), 1e-30)
-        new = jnp.repeat(-cosine.min((1, 3)), self.unit, 1)[:, None, :n]
-        return jnp.concatenate([jnp.full((b, 1, fixed), jnp.inf), new], 2)
+    fixed = ev.slots + ev.plan.sinks
+    k = ev.window.k[:, :, ev.plan.sinks :].astype(jnp.float32)
+    b, h, n, d = k.shape
+    k = jnp.pad(k, ((0, 0), (0, 0), (0, -n % unit), (0, 0)))
+    k = k.reshape(b, h, -1, unit, d)
+    mean = k.mean(3, keepdims=True)
+    cosine = (k * mean).sum(-1) / jnp.maximum(norms(k) * norms(mean), 1e-30)
+    new = jnp.repeat(-cosine.min((1, 3)), unit, 1)[:, None, :n]
+    return jnp.concatenate([jnp.full((b, 1, fixed), jnp.inf), new], 2)
 
 
 @method(
@@ -83,4 +76,6 @@ def shadowkv(
     apart = TierSpec(k=Dense(), v=Dense(), size=outliers * page, whole=True)
     prompt = after_prompt(OfPrompt(inner=Dense(), width=rank, centered=False), values, "read")["tiers"]
     select = Landmark(unit=page, pages=pages)
-    return dict(score=UnitOutlier(unit=page), tiers=(apart, *prompt), select=select, recent=recent)
+    return dict(
+        score=rank_by(unit_outliers, uniform=True, unit=page), tiers=(apart, *prompt), select=select, recent=recent
+    )

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jkv.io.load import load
     from jkv.methods import METHODS, parse
     from jkv.methods.config import CacheConfig, TierSpec
-    from jkv.prefix_cache.chunk_reuse import Passages
-    from jkv.prefix_cache.store import Store
+    from jkv.prefix_cache.chunk_reuse import ChunkCache
+    from jkv.prefix_cache.store import PrefixCache
 
     harness: Any  # of jkv.eval, which no room below it may import through here
 
@@ -50,9 +50,9 @@ __all__ = [
     "models",
     "parse",
     "prefill",
-    "Passages",
+    "ChunkCache",
     "Scored",
-    "Store",
+    "PrefixCache",
     "save_cache",
     "score",
     "step",
@@ -79,8 +79,8 @@ _HOMES = {
     "parse": "methods",
     "prefill": "generation.api",
     "Scored": "generation.score",
-    "Passages": "prefix_cache.chunk_reuse",
-    "Store": "prefix_cache.store",
+    "ChunkCache": "prefix_cache.chunk_reuse",
+    "PrefixCache": "prefix_cache.store",
     "score": "generation.score",
     "step": "generation.step",
     "stream": "generation.api",

@@ -4,7 +4,7 @@ python notebooks/tool_attention.py [--model NAME] [--turns 8] [--tools 40]
 
 Three layouts: `published`, schemas in front of the history, where a change of tools spoils the beginning that turns
 share; `last`, behind the history; `chunks`, in front, as passages (approximate). Prompt tokens, and rows prefilled, by
-`jkv.Store` and `jkv.Passages`. The paper's gate is MiniLM's; here it is any encoder.
+`jkv.PrefixCache` and `jkv.ChunkCache`. The paper's gate is MiniLM's; here it is any encoder.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def counted(params: Any, gate: Gate, turns: Sequence[Turn], layout: str, cache: 
     within, told = params.tokenizer.within, {"tokens": 0, "rows": 0}
     history: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        store: Any = jkv.Passages("pie") if layout == "chunks" else jkv.Store(folder)
+        store: Any = jkv.ChunkCache("pie") if layout == "chunks" else jkv.PrefixCache(folder)
         known: set[tuple[int, ...]] = set()
         for turn in turns:
             active = gate.active(turn.says, turn.facts)
@@ -107,7 +107,7 @@ def counted(params: Any, gate: Gate, turns: Sequence[Turn], layout: str, cache: 
                     store.add(params, list(x), lead=[])
                     told["rows"] += len(x)
             known |= {*map(tuple, texts)}
-            jkv.prefill(params, cache, [ids], room=0, store=store)
+            jkv.prefill(params, cache, [ids], reserve=0, prefix_cache=store)
             told["tokens"] += len(ids)
             told["rows"] += round(store.read - before) if layout == "chunks" else len(ids) - (store.reused - before)
             history += [f"user: {turn.says}\n", f"answer: {turn.answer}\n"]

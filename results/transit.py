@@ -27,7 +27,7 @@ CODECS = "cachegen(level=1)", "cachegen(level=2)", "cachegen(level=3)"
 
 def logprobs(params: Any, ids: np.ndarray, store: Any) -> np.ndarray:
     """f32[MORE,V]: of each token behind the prompt, and of the one behind the last."""
-    cache, logits = jkv.prefill(params, "full", [ids[:PROMPT].tolist()], room=MORE, store=store)
+    cache, logits = jkv.prefill(params, "full", [ids[:PROMPT].tolist()], reserve=MORE, prefix_cache=store)
     out = []
     for token in ids[PROMPT:]:
         out.append(logits[0])
@@ -40,11 +40,11 @@ def measured(params: Any, corpus: str, codec: str) -> dict[str, Any]:
     kl, bits, seconds = [], [], []
     for text in corpora.windows(ids, PROMPT + MORE, TEXTS):
         with tempfile.TemporaryDirectory() as folder:
-            store = jkv.Store(folder, codec=codec)
+            store = jkv.PrefixCache(folder, codec=codec)
             want = logprobs(params, text, store)
             taken = sum(x.stat().st_size for x in Path(folder).glob("*.kv"))
             began = time.process_time()
-            jkv.Store(folder, codec=codec).match(store_root(params, store), text[:960].tolist())
+            jkv.PrefixCache(folder, codec=codec).match(store_root(params, store), text[:960].tolist())
             seconds.append(time.process_time() - began)
             got = logprobs(params, text, store)
             assert store.reused == 960

@@ -88,7 +88,7 @@ class Evidence:
     @property
     def generating(self) -> bool:
         """Whether this flush follows decode steps, not a prompt or a chunk of one."""
-        return bool(self.tiers) and self.window.pos.shape[1] == self.plan.room
+        return bool(self.tiers) and self.window.pos.shape[1] == self.plan.recent_size
 
     def chronological(self, heads: int | None = None) -> Array:
         """Return indices into S i32[B,H,S]: entries that may leave, by position, then the others.

@@ -24,10 +24,10 @@ from jkv.generation.sampling_params import SamplingParams
 from jkv.io.fingerprint import fingerprint, weights
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prompts.allocation import layout
 from jkv.prompts.tokenization import reaching
-from jkv.speculative.build import of_batch
+from jkv.speculative.build import build_batch_drafter
 from jkv.speculative.draft_model import check
 from jkv.speculative.proposer import Drafter
 from jkv.utils.json_results import versions
@@ -53,8 +53,8 @@ class Job:
         shares: prefill shared prefixes once, where the cache config allows it.
         most_new: limit of generated tokens per row, used where the cache has no limit of its own.
         retry: run rows again that failed in an earlier run.
-        store: prefix cache; with one, prefixes are not shared within the job.
-        draft: drafter, "suffix" or "recycle", or None. Drafting changes no token.
+        prefix_cache: prefix cache; with one, prefixes are not shared within the job.
+        drafter: drafter, "suffix" or "recycle", or None. Drafting changes no token.
     """
 
     source: Place
@@ -67,22 +67,22 @@ class Job:
     shares: bool = True
     most_new: int = MOST_NEW
     retry: bool = False
-    store: Store | None = None
-    draft: str | None = None
+    prefix_cache: PrefixCache | None = None
+    drafter: str | None = None
 
     @cached_property
-    def drafter(self) -> Drafter | None:
+    def batch_drafter(self) -> Drafter | None:
         """The one drafter of the job, or None.
 
         Raises:
             ValueError: the job cannot draft: it has a mesh, or a drafter or cache config that a batch does not support.
         """
-        if self.draft is None:
+        if self.drafter is None:
             return None
         if self.over is not None:
-            raise ValueError("--draft: guesses are verified on one device; leave out --mesh, or --draft")
+            raise ValueError("--drafter: guesses are verified on one device; leave out --mesh, or --drafter")
         check(self.params, self.divided)
-        return of_batch(self.draft, self.params)
+        return build_batch_drafter(self.drafter, self.params)
 
     @property
     def unit(self) -> int:
@@ -118,7 +118,7 @@ class Job:
             # The weights that the text of the config names may be retrained.
             "trained": weights((self.config.score, self.config.merge, self.config.select)) or None,
             "processes": self.place[1],
-            **({"store_codec": self.store.codec.name} if self.store and self.store.codec.name else {}),
+            **({"store_codec": codec} if self.prefix_cache and (codec := self.prefix_cache.codec.name) else {}),
             **asdict(self.defaults),
         }
 
@@ -144,13 +144,13 @@ class Job:
             rows: rows of the job.
             batch: rows that decode at once.
         """
-        model, longest, guesses = self.params.config, bucket.length + bucket.new, self.drafter
+        model, longest, guesses = self.params.config, bucket.length + bucket.new, self.batch_drafter
         return Shapes(
             config=self.divided,
             model=reaching(model, longest) if self.config.unlimited else model,
             bucket=bucket,
             rows=batch,
-            several=batch_size.several(batch, self.unit) if self.store is None else 1,
+            several=batch_size.several(batch, self.unit) if self.prefix_cache is None else 1,
             dtype=self.params.embed.dtype,
             greedy=all(r.settings.temperature == 0 for r in rows),
             penalised=any(r.settings.repetition_penalty != 1 for r in rows),

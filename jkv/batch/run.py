@@ -85,10 +85,10 @@ class Work:
         left = (r for r in self.requests if r.line not in shard.done)
         self.suspended = SuspendedRows(aside, job.params, job.config, left)
         self.parts: dict[int, dict[int, Answer]] = {}  # answers by line and sample
-        shares = job.shares and job.config.splits and job.store is None
+        shares = job.shares and job.config.splits and job.prefix_cache is None
         self.buckets = self.arranged(self.requests, shares, job.grain(self.requests) if shares else None)
         self.cost, self.start = Cost(over=job.over), time.perf_counter()
-        self.drafter, self.drafted = job.drafter, Counter[str]()
+        self.drafter, self.drafted = job.batch_drafter, Counter[str]()
         self.trial = Trial()  # catches errors of the drafter in all batches of this run
         self.new = self.saved = self.prefilled = self.cache_bytes = self.batch = 0
         self.stopped = False
@@ -164,7 +164,13 @@ class Work:
                     rows = min(most or self.size(bucket), batch_size.round_up(len(bucket.rows), unit))
                     shapes = self.job.shapes(bucket, self.requests, rows)
                     running = Running(
-                        self.job.params, shapes, self.cost, self.job.store, self.drafter, self.trial, self.suspended
+                        self.job.params,
+                        shapes,
+                        self.cost,
+                        self.job.prefix_cache,
+                        self.drafter,
+                        self.trial,
+                        self.suspended,
                     )
                     answers = running.answers(self.done)
                 ended = next(answers, None)
@@ -367,11 +373,11 @@ def run(job: Job, stop: Callable[[], bool], tell: Tell, by: By = Work.finish) ->
     check(job.divided, job.params.config, job.config.chunk or 0)
     check_prefill(job.config, "jkv batch")
     checked(job.defaults, job.params)
-    job.drafter  # noqa: B018  # raises before anything is read
+    job.batch_drafter  # noqa: B018  # raises before anything is read
     if job.batch % job.unit:
         raise ValueError(f"batch {job.batch}: the mesh divides the rows by {job.unit}; give a multiple of it")
-    if job.store is not None and job.over is not None:
-        raise ValueError("--store: the beginnings of prompts are those of one device; leave out --mesh, or --store")
+    if job.prefix_cache is not None and job.over is not None:
+        raise ValueError("--prefix-cache works on one device; leave out --mesh or --prefix-cache")
     limits(job.params, job.config, job.most_new).check(job.defaults.max_new_tokens)
     # Parse the input and open the output.
     rows = list(read(lines(job.source), job.params, job.config, job.defaults, job.most_new))

@@ -70,7 +70,7 @@ def by_layers(params: Params, spec: str, ids: np.ndarray) -> tuple[float, ...]:
         marks.append(time.perf_counter() - start)
         return [False]
 
-    options = parse_arguments(params, spec, max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), until=mark)
+    options = parse_arguments(params, spec, max_new_tokens=2 * methods.parse(spec).steps, stop_ids=(), stop_fn=mark)
     run = Generation(params, options, ids.tolist(), single=False)
     run.first()
     mark()

@@ -22,7 +22,7 @@ from jkv.generation.api import generate
 from jkv.generation.arguments import parse_arguments
 from jkv.generation.generate import Generation, Result
 from jkv.models import Params
-from jkv.speculative.build import drafter
+from jkv.speculative.build import build_drafter
 from jkv.speculative.draft_length import WIDTHS
 from jkv.speculative.proposer import Drafter, Guess
 
@@ -92,7 +92,7 @@ def long(
     for draft in drafts:
         plain, drafted = (partial(_on, begun, params, x) for x in (None, draft))
         for width in WIDTHS:
-            _on(begun, params, Sure(width - 1, drafter(draft, params).top))
+            _on(begun, params, Sure(width - 1, build_drafter(draft, params).top))
         yield _row(f"{batch} texts of {context} tokens", draft, [_timed(plain, drafted, rounds)])
 
 
@@ -100,7 +100,7 @@ def _on(begun: Generation, params: Params, draft: str | Drafter | None) -> Resul
     """Decode from a prefilled generation, with or without drafts; the generation can be used again."""
     one = copy(begun)
     one.state, one.cost = jax.tree.map(jnp.copy, begun.state), Cost()
-    one.draft = None if draft is None else drafter(draft, params)
+    one.drafter = None if draft is None else build_drafter(draft, params)
     for _ in one.blocks():
         pass
     return one.result()
@@ -134,16 +134,16 @@ def _pair(params: Params, cache: str, draft: str, text: str, kind: str, new: int
 
     def run(guess: Drafter | None, text: str) -> Result:
         ask = [{"role": "user", "content": text}]
-        return generate(params, cache, ask, max_new_tokens=new, stop_ids=(), draft=guess, **heat)
+        return generate(params, cache, ask, max_new_tokens=new, stop_ids=(), drafter=guess, **heat)
 
     def drafted() -> Result:
-        guess = drafter(draft, params)
+        guess = build_drafter(draft, params)
         if kind == "again":
             run(guess, text[: 9 * len(text) // 10])
         return run(guess, text)
 
     for width in WIDTHS:  # compile and run every program once before timing
-        run(Sure(width - 1, drafter(draft, params).top), text)
+        run(Sure(width - 1, build_drafter(draft, params).top), text)
     return _timed(lambda: run(None, text), drafted, rounds)
 
 

@@ -204,7 +204,7 @@ def rows(
                 row["tokens_per_s"] = batch * (n if what == "prefill" else 1) / found["ms"] * 1e3
             row |= {"bytes": ready.cache.nbytes, "peak_bytes": peak_bytes(ready.program), "compile_s": ready.seconds}
             if what == "flush":
-                block = ready.cache.room - ready.cache.stay
+                block = ready.cache.recent_size - ready.cache.stay
                 row |= {"block": block, "ms_per_token": found["ms"] / block}
             if what == "decode":
                 rate = max(rate, copy_rate())

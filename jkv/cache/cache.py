@@ -197,7 +197,7 @@ class Cache:
         return self.plan[0].stay if self.plan else 0
 
     @property
-    def room(self) -> int:
+    def recent_size(self) -> int:
         """Entries of a recent window."""
         return self.layers[0].recent.pos.shape[1] if self.layers else self.states[0].dt.shape[1]
 
@@ -291,7 +291,7 @@ class Cache:
                 "a cache is a value, so keep the older one and go on from it"
             )
         own = [(x.recent.pos[:, self.stay :] >= 0).sum(1) for x in self.layers[:1]]  # a row may have paused
-        since = min(int(x.min()) for x in (*own, *(x.count for x in self.states[:1]), jnp.int32(self.room)))
+        since = min(int(x.min()) for x in (*own, *(x.count for x in self.states[:1]), jnp.int32(self.recent_size)))
         if not 0 <= n <= since:
             raise ValueError(
                 f"rollback({n}): {since} tokens of a row were added since the last flush; a cache is a value, so keep "

@@ -126,7 +126,7 @@ def _check_hot(tier: TierConfig) -> None:
 
 def empty_layer(plan: LayerConfig, rows: int, model: ModelConfig, dtype: Any) -> LayerCache:
     """Allocate an empty layer."""
-    h, g, d, dv, r, n = model.heads, model.groups, model.head_dim, model.value_dim, plan.room, plan.queries
+    h, g, d, dv, r, n = model.heads, model.groups, model.head_dim, model.value_dim, plan.recent_size, plan.queries
     recent = Window(
         k=jnp.zeros((rows, h, r, d), dtype),
         v=jnp.zeros((rows, h, r, dv), dtype),

@@ -194,7 +194,7 @@ class LayerView:
         return self.exact + self.unit - 1
 
     @property
-    def room(self) -> int:
+    def recent_size(self) -> int:
         """Size of the recent window: stay + block."""
         return self.stay + self.block
 

@@ -36,7 +36,7 @@ from jkv.cli.options import (
     Mesh,
     Model,
     PrefillDtype,
-    StoreFolder,
+    PrefixCacheOptions,
     Weights,
     flat,
 )
@@ -230,14 +230,14 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Number of answers; the prompt is prefilled once.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
     chunk: Chunk = None,
-    draft: Annotated[
+    drafter: Annotated[
         str | None,
         typer.Option(help="Speculative decoding: suffix, recycle, drafter(...), or a cache; join two with |."),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run the full cache; report KL and first difference.")
     ] = False,
-    stored: StoreFolder = StoreFolder(),
+    stored: PrefixCacheOptions = PrefixCacheOptions(),
     chat: Chat = None,
     chat_options: ChatOptions = ChatOptions(),
     file: File = None,
@@ -248,7 +248,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text. The text streams to stdout; the receipt (tokens kept, bytes, time) follows on stderr."""
-    text, store = read_prompt(prompt, file), stored.open()
+    text, prefix_cache = read_prompt(prompt, file), stored.open()
     params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
     params = chat_options.give(params)
     options: dict[str, Any] = dict(
@@ -259,8 +259,8 @@ def generate(
         chunk=chunk,
         compare=compare,
         n=n,
-        draft=draft,
-        store=store,
+        drafter=drafter,
+        prefix_cache=prefix_cache,
     )
     import jkv
 
@@ -370,7 +370,7 @@ def inspect(
     import jkv
 
     with status("compiling and reading the prompt"):
-        held, _ = jkv.prefill(params, cache, asked, room=1, chunk=chunk)
+        held, _ = jkv.prefill(params, cache, asked, reserve=1, chunk=chunk)
     found = inspecting.summary(held)
     if as_json:
         print(json.dumps(asdict(found) | {"nbytes": found.nbytes}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.batch.preemption import stoppable
-from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, StoreFolder, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, PrefixCacheOptions, Weights, flat
 from jkv.engine import MOST_NEW
 from jkv.utils import console
 
@@ -45,7 +45,7 @@ def batch(
     new_tokens_limit: Annotated[
         int, typer.Option(min=1, help="Largest max_new_tokens a row may ask for, if the cache sets no limit.")
     ] = MOST_NEW,
-    draft: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
     stages: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +54,7 @@ def batch(
     ] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed rows again.")] = False,
     chat_options: ChatOptions = ChatOptions(),
-    stored: StoreFolder = StoreFolder(),
+    stored: PrefixCacheOptions = PrefixCacheOptions(),
     dtype: Dtype = None,
     weights: Weights = None,
     hosts: Annotated[
@@ -81,7 +81,11 @@ def batch(
         )
         with console.meter() as tell:
             options = dict(
-                batch=at_once, most_new=new_tokens_limit, retry=retry_failed, store=stored.open(), draft=draft
+                batch=at_once,
+                most_new=new_tokens_limit,
+                retry=retry_failed,
+                prefix_cache=stored.open(),
+                drafter=drafter,
             )
             report = start(
                 source,

@@ -159,7 +159,7 @@ def guesses(
     machine: Machine,
     model: Model = MODEL,
     cache: Annotated[str, typer.Option(help="Cache to decode with.")] = "full",
-    draft: Annotated[list[str] | None, typer.Option(help="Drafter; repeatable. Default: suffix and recycle.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Drafter; repeatable. Default: suffix and recycle.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=12, help="Prompts per kind.")] = 3,
     new: Annotated[int, typer.Option(min=8, help="Tokens per answer.")] = 128,
     rounds: Rounds = 3,
@@ -172,13 +172,13 @@ def guesses(
     cores, dtype = start((cache,), machine, None)
     from jkv.bench import environment, speculative
     from jkv.io.load import load
-    from jkv.speculative.build import drafter
+    from jkv.speculative.build import build_drafter
 
-    asked, params = draft or ["suffix", "recycle"], load(model, dtype)
+    asked, params = drafter or ["suffix", "recycle"], load(model, dtype)
     if params.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer: give a model that reads text")
     for x in asked:
-        drafter(x, params)
+        build_drafter(x, params)
     found = partial(speculative.rows, params, cache, asked, samples, new, rounds)
     if context:
         found = partial(speculative.long, params, cache, asked, batch, context, new, rounds)

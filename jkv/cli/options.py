@@ -48,29 +48,34 @@ Chunk = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreFolder:
+class PrefixCacheOptions:
     """The options of the persistent prefix cache."""
 
-    store: Annotated[
+    prefix_cache: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder of a persistent prefix cache, reused across runs.")
     ] = None
-    store_bytes: Annotated[str, typer.Option(help="Size limit of --store, such as 8GiB.")] = "8GiB"
-    store_evict: Annotated[
-        str, typer.Option(help="Eviction policy of --store: lru, or lpc:FILE (from jkv train lpc).")
+    prefix_cache_bytes: Annotated[str, typer.Option(help="Size limit of --prefix-cache, such as 8GiB.")] = "8GiB"
+    prefix_cache_evict: Annotated[
+        str, typer.Option(help="Eviction policy of --prefix-cache: lru, or lpc:FILE (from jkv train lpc).")
     ] = "lru"
-    store_codec: Annotated[
-        str, typer.Option(help='Compression of --store: "" (exact), cachegen(level=1..3) or cachegen(within=SECONDS).')
+    prefix_cache_codec: Annotated[
+        str,
+        typer.Option(
+            help='Compression of --prefix-cache: "" (exact), cachegen(level=1..3) or cachegen(within=SECONDS).'
+        ),
     ] = ""
 
     def open(self) -> Any:
-        """Open the `jkv.Store`, or return None without --store. Raises ValueError for options that need --store."""
-        from jkv.prefix_cache.store import Store
+        """Open the `jkv.PrefixCache`, or return None without a folder; ValueError for options that need one."""
+        from jkv.prefix_cache.store import PrefixCache
 
-        if self.store is None:
-            if self != StoreFolder():
-                raise ValueError("--store-bytes, --store-evict and --store-codec are of a folder: give --store too")
+        if self.prefix_cache is None:
+            if self != PrefixCacheOptions():
+                raise ValueError("--prefix-cache-bytes, -evict and -codec need a folder: give --prefix-cache too")
             return None
-        return Store(self.store, self.store_bytes, self.store_evict, codec=self.store_codec)
+        return PrefixCache(
+            self.prefix_cache, self.prefix_cache_bytes, self.prefix_cache_evict, codec=self.prefix_cache_codec
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

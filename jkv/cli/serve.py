@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, StoreFolder, Weights, flat
+from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, PrefixCacheOptions, Weights, flat
 from jkv.utils.console import status
 from jkv.utils.optional_deps import install
 
@@ -40,16 +40,16 @@ def serve(
         Path | None, typer.Option(metavar="PATH", help=f"File with the API token. Default: ${TOKEN}, else none.")
     ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM.")] = 30,
-    draft: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Speculative decoding: suffix or recycle.")] = None,
     chat_options: ChatOptions = ChatOptions(),
-    stored: StoreFolder = StoreFolder(),
+    stored: PrefixCacheOptions = PrefixCacheOptions(),
     dtype: Dtype = None,
     weights: Weights = None,
     prefill_dtype: PrefillDtype = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API: completions, chat completions, models. A request may choose its cache."""
     given = tuple(cache or ("full",))
-    token, store = read_token(token_file), stored.open()
+    token, prefix_cache = read_token(token_file), stored.open()
     from jkv.methods import parse
 
     for text in given:
@@ -66,7 +66,7 @@ def serve(
         params = chat_options.give(loading.load(model, dtype, None, weights, prefill_dtype))
     sizes = prompt_tokens_limit, new_tokens_limit
     limits = Limits.of(params.config.context, *sizes, rows=rows, caches=caches, queue=queue)
-    run(params, name or model, given, limits, Access(token=token), host, port, grace, store, draft)
+    run(params, name or model, given, limits, Access(token=token), host, port, grace, prefix_cache, drafter)
 
 
 def read_token(path: Path | None) -> str:

@@ -217,7 +217,7 @@ class S3Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafter:
-    """Train a small draft network for speculative decoding (draft=)."""
+    """Train a small draft network for speculative decoding (drafter=)."""
 
     bytes: Annotated[str, typer.Option(help="Size limit of its weights, such as 8MB; sets its width.")] = "8MB"
     words: Annotated[int, typer.Option(min=2, help="Vocabulary: the most common tokens, which it can propose.")] = 6144
@@ -285,7 +285,7 @@ def _trained(kind: Any) -> None:
 @train.command("lpc")
 def continuing(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help='JSON lines {"time": seconds, "prompt": ...}.')],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, for --store-evict lpc:FILE.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, for --prefix-cache-evict lpc:FILE.")],
     model: Annotated[str, typer.Option(help="Model whose tokenizer encodes texts and messages.")] = MODEL,
     steps: Steps = 1000,
     rate: Rate = 3e-2,

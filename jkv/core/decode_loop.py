@@ -299,7 +299,7 @@ def _advance(
 def _split(cache: Cache, plan: Views) -> StepCarry:
     """Return the part of the cache that steps change."""
     layers = tuple(map(LayerCarry.of, cache.layers, plan))
-    put = jnp.full((cache.rows, cache.room), -1, jnp.int32)
+    put = jnp.full((cache.rows, cache.recent_size), -1, jnp.int32)
     return StepCarry(layers=layers, states=cache.states, seen=cache.seen, fill=cache.fill, put=put)
 
 
@@ -314,7 +314,7 @@ def _join_cache(cache: Cache, plan: Views, moving: StepCarry) -> Cache:
 @flow(arguments=(ANY,), results=ANY, donate_argnames=("cache",))
 def flush_due(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
     """Flush all layers if `due` and the recent windows are full; `due` None means if they are full."""
-    due, fill = run(ripe, cache.fill, due, stay=cache.stay, room=cache.room)
+    due, fill = run(ripe, cache.fill, due, stay=cache.stay, size=cache.recent_size)
     layers: tuple[LayerCache, ...] = ()
     for i, (layer, plan) in enumerate(zip(cache.layers, cache.plan, strict=True)):
         lower, model = plan.lower(layers), cache.model.attending(i)
@@ -322,10 +322,10 @@ def flush_due(cache: Cache, due: Array | None = None, run: Run = call) -> Cache:
     return replace(cache, layers=layers, fill=fill)
 
 
-@program(arguments=(None, None), results=None, static_argnames=("stay", "room"))
-def ripe(fill: Array, due: Array | None, stay: int, room: int) -> tuple[Array, Array]:
+@program(arguments=(None, None), results=None, static_argnames=("stay", "size"))
+def ripe(fill: Array, due: Array | None, stay: int, size: int) -> tuple[Array, Array]:
     """Return whether full windows flush now, and their number of entries in use afterwards."""
-    now = fill >= room if due is None else due & (fill >= room)
+    now = fill >= size if due is None else due & (fill >= size)
     return now, jnp.where(now, stay, fill)
 
 
@@ -390,12 +390,12 @@ def steps(params: Params, plan: Views, state: Decoding, sampling: Sampling, stop
         sampling: how tokens are drawn.
         stop: i32[], number of columns of `out` to fill.
     """
-    cache, room = state.cache, state.cache.room
+    cache, size = state.cache, state.cache.recent_size
     read = marked(cache, plan)
 
     def more(carry: Any) -> Array:
         moving, _, alive, _, _, count, _ = carry
-        return (moving.fill < room) & going(count, alive, stop)
+        return (moving.fill < size) & going(count, alive, stop)
 
     def one(carry: Any) -> Any:
         moving, logits, alive, used, out, count, trace = carry
@@ -434,10 +434,10 @@ def borders(state: Decoding, stop: int) -> list[tuple[int, bool]]:
         For each block, the columns in use after it and whether it starts with a flush.
     """
     count, fill, ends = int(state.count), int(state.cache.fill), []
-    stay, room = state.cache.stay, state.cache.room
+    stay, size = state.cache.stay, state.cache.recent_size
     while count < stop:
-        full = fill >= room
-        count, fill = min(stop, count + room - (stay if full else fill)), room
+        full = fill >= size
+        count, fill = min(stop, count + size - (stay if full else fill)), size
         ends.append((count, full))
     return ends
 
@@ -476,7 +476,7 @@ def step(params: Params, cache: Cache, token: Array) -> tuple[Cache, Array]:
     Returns:
         The cache after the token, and the logits f32[B,V] of the next, NaN for rows that pause.
     """
-    due, plan = cache.fill >= cache.room, views(cache)
+    due, plan = cache.fill >= cache.recent_size, views(cache)
     cache = flush_due(cache)
     cache = replace(cache, states=entered(params, cache.states, due))
     alive = token >= 0

@@ -251,7 +251,7 @@ def _stayers(packed: Window, columns: Columns, live: Array, leaving: Array, plan
 
     All other places are dead.
     """
-    slot = jnp.arange(plan.room)[None]
+    slot = jnp.arange(plan.recent_size)[None]
     index = live[:, None] - plan.stay + slot  # of the packed window
     newest = (index >= plan.sinks + leaving[:, None]) & (slot >= plan.sinks) & (slot < plan.stay)
     index = jnp.where(slot < plan.sinks, slot, index)

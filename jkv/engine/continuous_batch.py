@@ -14,7 +14,7 @@ from jkv.engine.scheduler import Wave, waves
 from jkv.engine.spec import Shapes
 from jkv.engine.suspend import SuspendedRows
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.speculative.guard import Trial
 from jkv.speculative.proposer import Drafter
 
@@ -35,7 +35,7 @@ class Running(Slots):
         params: Params,
         shapes: Shapes,
         cost: Cost,
-        store: Store | None = None,
+        prefix_cache: PrefixCache | None = None,
         drafter: Drafter | None = None,
         trial: Trial | None = None,
         suspended: SuspendedRows | None = None,
@@ -45,13 +45,13 @@ class Running(Slots):
         Args:
             shapes: cache, rows and sampling settings of the batch.
             cost: runs and times the programs.
-            store: prefix cache, or None.
+            prefix_cache: prefix cache, or None.
             drafter: proposes draft tokens for all rows.
             trial: catches the drafter's errors; several batches may share it.
             suspended: records of unfinished rows, read on admission and written by `suspend`; None for no records.
         """
         super().__init__(params, shapes, cost, drafter, trial)
-        self.prompts = Prefilling(params, shapes, cost, store)
+        self.prompts = Prefilling(params, shapes, cost, prefix_cache)
         self.suspended = suspended or SuspendedRows(None, params, shapes.config)
         self.entering: tuple[Request, ...] = ()
 

@@ -94,7 +94,7 @@ class Slots:
 
         All slots are free or all rows stand at the end of a block, because one `fill` serves all rows.
         """
-        return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.room
+        return not any(self.slots) or int(self.state.cache.fill) >= self.state.cache.recent_size
 
     @property
     def place(self) -> int | None:

@@ -21,7 +21,7 @@ from jkv.engine.scheduler import Wave
 from jkv.engine.spec import Shapes
 from jkv.models import Params
 from jkv.prefix_cache.prefix import tail
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prefix_cache.stored_prefix import StoredPrefixes
 
 
@@ -54,16 +54,17 @@ class Prefilling:
         saved: prompt tokens that were reused instead.
     """
 
-    def __init__(self, params: Params, shapes: Shapes, cost: Cost, store: Store | None = None) -> None:
+    def __init__(self, params: Params, shapes: Shapes, cost: Cost, prefix_cache: PrefixCache | None = None) -> None:
         """Prepare empty caches for the bucket's prompts.
 
         Args:
             shapes: cache, rows and sampling settings of the batch.
             cost: runs and times the programs.
-            store: prefix cache. Used if the cache config can reuse prefixes and prompts are prefilled without chunks;
-                then `shapes.several` is 1.
+            prefix_cache: used if the cache config can reuse prefixes and prompts are prefilled without chunks; then
+                `shapes.several` is 1.
         """
-        begins = None if store is None or shapes.bucket.chunk else StoredPrefixes(store, params, shapes.config)
+        used = prefix_cache is not None and not shapes.bucket.chunk
+        begins = StoredPrefixes(prefix_cache, params, shapes.config) if used else None
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.empty_rows = maker(partial(shapes.cache, shapes.several), cost)

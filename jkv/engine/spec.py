@@ -89,7 +89,7 @@ class Shapes:
             cache = replace(cache, common=replace(cache.common, held=held))
         used = jnp.zeros((self.rows, vocab), bool) if self.penalised else None
         logits = jnp.zeros((self.rows, vocab), jnp.float32)
-        block = cache.room - cache.stay
+        block = cache.recent_size - cache.stay
         state = Decoding.start(cache, logits, min(self.stride or block, block), used, traced=self.traced)
         return replace(state, alive=jnp.zeros(self.rows, bool))
 

@@ -25,7 +25,7 @@ from jkv.generation.receipt import divergence
 from jkv.generation.teacher_forcing import Follow
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.chunk_reuse import Joins, Passages, kind
+from jkv.prefix_cache.chunk_reuse import ChunkCache, Joins, kind
 from jkv.prefix_cache.prefix import BegunPrompts, PrefixReuse, doubling
 from jkv.prefix_cache.store import BLOCK, chain
 from jkv.prompts.prefill import prefilled
@@ -43,7 +43,7 @@ class ReusePrompt:
     Attributes:
         ids: Token ids of the prompt.
         follow: Token ids after the prompt, over which KL is measured.
-        add: Adds to `Passages` the text that is prefilled before the prompt.
+        add: Adds to `ChunkCache` the text that is prefilled before the prompt.
         answer: Number of tokens at the start of `follow` that are the right answer; 0 if the prompt asks nothing.
         counts: Whether the prompt is measured. If not, it only warms the passages up.
         edits: Number of places in which the cached text differed from the prompt.
@@ -51,7 +51,7 @@ class ReusePrompt:
 
     ids: list[int]
     follow: list[int]
-    add: Callable[[Passages], None]
+    add: Callable[[ChunkCache], None]
     answer: int = 0
     counts: bool = True
     edits: int = 0
@@ -99,7 +99,7 @@ def documents(params: Params, samples: int, length: int, seed: int) -> Bed:
         texts.append([*ids, *tokenizer.within("\n\n")])
         after.append(tokenizer.within(f" {code}. " + text.split(said)[1].strip()))
 
-    def add(passages: Passages) -> None:
+    def add(passages: ChunkCache) -> None:
         if not passages.passages:
             for ids in texts:
                 passages.add(params, ids)
@@ -224,7 +224,7 @@ def quality(
     Args:
         bed: The prompts.
         configs: Caches to measure.
-        renews: Recompute policies, as `Passages(renew=...)` takes them. The full prefill (`WHOLE`) is measured too.
+        renews: Recompute policies, as `ChunkCache(renew=...)` takes them. The full prefill (`WHOLE`) is measured too.
         done: Prompt numbers that were measured before and are skipped.
 
     Yields:
@@ -242,12 +242,12 @@ def quality(
     # Group configs that can share a prefill.
     alike: dict[tuple[str, int], list[CacheConfig]] = {}
     for config in configs:
-        joins = Joins(Passages(PLAIN), params, config.bound(params))
+        joins = Joins(ChunkCache(PLAIN), params, config.bound(params))
         if joins.refusal:
             raise ValueError(f"{config}: {joins.refusal}, so nothing is reused: give another cache")
         alike.setdefault((joins.root, joins.least), []).append(config.bound(params))
 
-    def fresh() -> dict[str, Passages]:
+    def fresh() -> dict[str, ChunkCache]:
         return {renew: passages_of(renew) for renew in (WHOLE, *renews)}
 
     ways = {key: fresh() for key in alike}
@@ -286,9 +286,9 @@ def quality(
                     yield number, str(config), renew, row
 
 
-def passages_of(renew: str) -> Passages:
+def passages_of(renew: str) -> ChunkCache:
     """Return empty passages with a recompute policy. For `WHOLE` no passage is ever added."""
-    return Passages(PLAIN if renew == WHOLE else renew)
+    return ChunkCache(PLAIN if renew == WHOLE else renew)
 
 
 def times(params: Params, bed: Bed, config: CacheConfig, renew: str) -> list[float]:
@@ -320,7 +320,7 @@ def drift(params: Params, bed: Bed) -> list[float]:
     """Return 1 - cos of cached values against values prefilled in the prompt, per layer, averaged over prompts."""
     out = []
     for x in bed.measured:
-        passages = Passages(PLAIN)
+        passages = ChunkCache(PLAIN)
         x.add(passages)
         a, b = (
             [

@@ -206,18 +206,20 @@ class Backend:
     def _receipt(self, task: str) -> Receipt:
         return self.receipts.setdefault(task, Receipt())
 
-    def _read(self, contexts: list[Context], room: int, answers: Sequence[int]) -> tuple[Cache, Array]:
+    def _read(self, contexts: list[Context], reserve: int, answers: Sequence[int]) -> tuple[Cache, Array]:
         """Prefill contexts, without the tokens that are read later.
 
         Args:
-            room: Tokens to reserve after them.
+            reserve: Tokens to reserve after them.
             answers: Number of answers of each context, for the receipts.
         """
         later = max(len(c.later) for c in contexts)
-        room = -(-max(room + later, 1) // ROOM) * ROOM
+        reserve = -(-max(reserve + later, 1) // ROOM) * ROOM
         if not self.config.unlimited:
-            room = min(room, self.params.config.context - max(len(c.ids) for c in contexts))
-        cache, logits = prefill(self.params, self.config, [list(c.ids) for c in contexts], room=room, chunk=self.chunk)
+            reserve = min(reserve, self.params.config.context - max(len(c.ids) for c in contexts))
+        cache, logits = prefill(
+            self.params, self.config, [list(c.ids) for c in contexts], reserve=reserve, chunk=self.chunk
+        )
         self._note(contexts, cache, answers)
         return cache, logits
 
@@ -253,9 +255,9 @@ class Backend:
         with console.progress(len(batches)) as say:
             for some in batches:
                 rows = [(row, i) for row, context in enumerate(some) for i in whose[context]]
-                room, counts = max(len(pairs[i][1]) for _, i in rows) - 1, [len(whose[c]) for c in some]
+                reserve, counts = max(len(pairs[i][1]) for _, i in rows) - 1, [len(whose[c]) for c in some]
                 filled = some + some[:1] * (self.batch - len(some))  # a constant batch size needs one program
-                cache, logits = self._read(filled, room, counts + [0] * self.batch)
+                cache, logits = self._read(filled, reserve, counts + [0] * self.batch)
                 reached = touched(cache)
                 if some[0].later:
                     cache, logits = extend(self.params, cache, [list(c.later) for c in filled])

@@ -106,8 +106,8 @@ def unpack(params: Params, path: Path) -> str:
 def _walk(params: Params, cache: str, tokens: int, choose: Callable[[Any], int]) -> None:
     """Run the cache token by token; `choose` gets each next-token distribution and returns the token."""
     config, categorical = parse(cache), streams("packing").model.Categorical
-    room = None if config.unlimited else tokens
-    held, logits = prefill(params, config, [_start(params)], room=room, chunk=0)
+    reserve = None if config.unlimited else tokens
+    held, logits = prefill(params, config, [_start(params)], reserve=reserve, chunk=0)
     for _ in range(tokens):
         odds = np.asarray(jax.nn.softmax(logits[0].astype(jnp.float32)), np.float64)
         token = choose(categorical(odds / odds.sum(), perfect=False))

@@ -174,14 +174,14 @@ class Prefills:
     limit: int = LIMIT
     passes: dict[Any, Pass] = field(default_factory=dict)
 
-    def __call__(self, params: Params, config: CacheConfig, ids: np.ndarray, room: int) -> tuple[Cache, Array]:
+    def __call__(self, params: Params, config: CacheConfig, ids: np.ndarray, reserve: int) -> tuple[Cache, Array]:
         """Prefill i32[B,T] into a cache.
 
         Args:
             params: The model.
             config: The cache.
             ids: i32[B,T], the prompts.
-            room: Tokens to reserve after the prompts.
+            reserve: Tokens to reserve after the prompts.
 
         Returns:
             The cache, and the next-token logits f32[B,V].
@@ -198,7 +198,7 @@ class Prefills:
         taken = sum(tree_bytes((x.x, x.lse)) for x in self.passes.values())
         fits = key in self.passes or taken + size(params, len(ids), length) <= self.limit
         kind = partial(Known, known=known if fits else None)
-        return prefilled(params, config, ids.tolist(), room, config.chunk or 0, kind=kind)[:2]
+        return prefilled(params, config, ids.tolist(), reserve, config.chunk or 0, kind=kind)[:2]
 
 
 def size(params: Params, rows: int, length: int) -> int:

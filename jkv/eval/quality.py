@@ -117,10 +117,10 @@ class Texts:
 
     def follow(self, params: Params, config: CacheConfig, rows: list[int]) -> Follow:
         """Prefill the prefixes of some rows and return the teacher forcing of the rest."""
-        some, room = self.ids[rows], self.ids.shape[1] - self.prefix
+        some, reserve = self.ids[rows], self.ids.shape[1] - self.prefix
         if self.frozen:  # one flush at the end of the prefix, the next after the text
-            config = replace(config, block=max(config.block, room))
-        cache, logits = self.prefill(params, config, some[:, : self.prefix], room)
+            config = replace(config, block=max(config.block, reserve))
+        cache, logits = self.prefill(params, config, some[:, : self.prefix], reserve)
         return Follow(params, cache, logits, some[:, self.prefix :])
 
 
@@ -162,13 +162,16 @@ def endless(
         `prefix` tokens before them; `bytes` of all arrays as allocated; and `ms_token`.
     """
     tokens = ids[None]
-    cache, logits = prefill(params, config, tokens[:, :prefix], room=len(ids) - prefix)
+    cache, logits = prefill(params, config, tokens[:, :prefix], reserve=len(ids) - prefix)
     for end in ends:
         # Read up to this place.
         for start in range(int(cache.seen[0]), end, PIECE):
             cache, logits = extend(params, cache, tokens[:, start : min(start + PIECE, end)])
         after, beside = tokens[:, end : end + rest], tokens[:, end - prefix : end]
-        runs = Follow(params, cache, logits, after), Follow(params, *prefill(params, config, beside, room=rest), after)
+        runs = (
+            Follow(params, cache, logits, after),
+            Follow(params, *prefill(params, config, beside, reserve=rest), after),
+        )
         far, fresh = (_ppl(np.concatenate([_surprise(r, i, part) for i, part in enumerate(r)], 1)) for r in runs)
         yield {"ppl": far["ppl"], "fresh": fresh["ppl"], "bytes": tree_bytes(cache), "ms_token": _median(runs[0].ms)}
 
@@ -308,14 +311,14 @@ def answer(
             out = generate(params, config, [a + b for a, b in zip(heads, tails, strict=True)], max_new_tokens=new)
             cost += measure_usage(params, config, out.cache, count)
         else:
-            cache, _ = prefill(params, config, heads, room=_room(params, heads, new + max(map(len, tails))))
+            cache, _ = prefill(params, config, heads, reserve=_reserve(params, heads, new + max(map(len, tails))))
             cost += measure_usage(params, config, cache, count)
             out = generate(params, cache, tails, max_new_tokens=new)
         texts += out.text[:count]
     return texts, cost
 
 
-def _room(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
+def _reserve(params: Params, heads: Sequence[Sequence[int]], n: int) -> int:
     """Return capacity for n tokens after the contexts, rounded up so that most prompts share compiled programs."""
     return max(n, min(-(-n // 128) * 128, params.config.context - max(map(len, heads))))
 
@@ -346,7 +349,7 @@ def converse(
         return texts, mean(cost)
     head, tails = prompts[0][0], [tail for _, tail in prompts]
     if mode == "reused":
-        cache, _ = prefill(params, config, [head], room=_room(params, [head], new + max(map(len, tails))))
+        cache, _ = prefill(params, config, [head], reserve=_reserve(params, [head], new + max(map(len, tails))))
         texts = []
         for rows, count in batches(len(tails), batch):
             asked = [tails[i] for i in rows]
@@ -356,7 +359,7 @@ def converse(
     spoken = [conversation_prompt(params, questions[: i + 1]) for i in range(len(questions))]
     ends = [spoken[0].index(session.context) + len(session.context), *map(len, spoken)]
     tails = [added(params, text[end:]) for text, end in zip(spoken, ends, strict=False)]
-    cache, _ = prefill(params, config, [head], room=_room(params, [head], new + sum(map(len, tails))))
+    cache, _ = prefill(params, config, [head], reserve=_reserve(params, [head], new + sum(map(len, tails))))
     cost, texts = mean(measure_usage(params, config, cache)), []
     for tail in tails:
         texts.append(generate(params, cache, [tail], max_new_tokens=new).text[0])

@@ -111,7 +111,7 @@ class Belady(Evict):
 
 
 def order(text: str, visits: Sequence[Visit]) -> Evict:
-    """Build the eviction policy of a text, as `Store` takes it, or "belady"."""
+    """Build the eviction policy of a text, as `PrefixCache` takes it, or "belady"."""
     return Belady(visits) if text == "belady" else policy(text)
 
 

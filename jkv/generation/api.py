@@ -11,14 +11,22 @@ from jax import Array
 from jkv.arrays.x32 import narrow
 from jkv.cache.cache import Cache
 from jkv.cache.disk_pages import raise_page_errors
-from jkv.generation.arguments import GenerateArguments, Until, check_store, composition, fit, model, parse_arguments
+from jkv.generation.arguments import (
+    GenerateArguments,
+    StopFn,
+    check_prefix_cache,
+    composition,
+    fit,
+    model,
+    parse_arguments,
+)
 from jkv.generation.generate import Generation, Result
 from jkv.generation.sampling_params import SamplingParams
 from jkv.generation.stop_strings import StopChecker
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.chunk_reuse import Passages, kind
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.chunk_reuse import ChunkCache, kind
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prompts.prefill import extended, prefilled
 from jkv.prompts.tokenization import Prompt, encode
 from jkv.speculative.proposer import Drafter
@@ -35,21 +43,21 @@ def prefill(
     config: str | CacheConfig | None,
     prompt: Prompt,
     *,
-    room: int | None = None,
+    reserve: int | None = None,
     chunk: int | None = None,
-    store: Store | Passages | None = None,
+    prefix_cache: PrefixCache | ChunkCache | None = None,
 ) -> tuple[Cache, Array]:
     """Prefill a prompt into a new cache, and return the cache and the next-token logits.
 
     Args:
         config: a composition such as "snapkv(budget=512) | int4", a CacheConfig, or None (the full cache).
         prompt: text, list of texts, chat messages, or token ids.
-        room: tokens that may be added after the prompt. Default: 256, or the rest of the model's context if that is
+        reserve: tokens that may be added after the prompt. Default: 256, or the rest of the model's context if that is
             less.
         chunk: prompt tokens per prefill chunk. With chunks, memory is the budget plus one chunk at any prompt length.
             0: the whole prompt at once. None: the config's chunk, else the whole prompt, or the largest chunks that fit
             into memory (then reported on stderr).
-        store: a Store whose cached prefixes, or Passages whose cached tokens, are loaded instead of prefilled.
+        prefix_cache: a PrefixCache whose prefixes, or a ChunkCache whose tokens, are loaded instead of prefilled.
 
     Returns:
         The cache, and the next-token logits f32[B,V].
@@ -66,12 +74,14 @@ def prefill(
     model(params)
     plan = composition(config)
     rows, _ = encode(params, prompt)
-    room = None if room is None else count("room", room, "tokens that may be added later, 0 or more")
+    reserve = None if reserve is None else count("reserve", reserve, "tokens that may be added later, 0 or more")
     chunk = None if chunk is None else count("chunk", chunk, "0 (all at once) or more")
-    if room is None:
+    if reserve is None:
         left = params.config.context - max(map(len, rows))
-        room = ROOM if plan.unlimited else max(0, min(ROOM, left))
-    cache, logits, _, chunks = prefilled(params, plan, rows, room, chunk, kind=kind(check_store(store)))
+        reserve = ROOM if plan.unlimited else max(0, min(ROOM, left))
+    cache, logits, _, chunks = prefilled(
+        params, plan, rows, reserve, chunk, kind=kind(check_prefix_cache(prefix_cache))
+    )
     if chunks.size and chunks.open:
         note(f"the prompt is read {chunks.why}")
     return cache, logits
@@ -116,9 +126,9 @@ def generate(
     chunk: int | None = None,
     n: int = 1,
     compare: bool = False,
-    until: Until | None = None,
-    draft: str | Params | Drafter | Sequence[str | Params | Drafter] | None = None,
-    store: Store | Passages | None = None,
+    stop_fn: StopFn | None = None,
+    drafter: str | Params | Drafter | Sequence[str | Params | Drafter] | None = None,
+    prefix_cache: PrefixCache | ChunkCache | None = None,
     sampling: SamplingParams | None = None,
 ) -> Result:
     """Generate text after a prompt through a compressed KV cache.
@@ -138,14 +148,14 @@ def generate(
         chunk: prompt tokens per prefill chunk, as in `prefill`.
         n: answers per prompt, in adjacent rows. The prompt is prefilled once and its cache forked.
         compare: also run the full cache on the generated tokens, and report KL and the first divergence.
-        until: called after every block as until(cache, logits f32[B,V], tokens); returns which rows end there. To go on
-            from the result, `extend` its cache with more text and call `generate` again.
-        draft: drafter for speculative decoding, which never changes the tokens. "suffix", "recycle", "drafter", or two
+        stop_fn: called after every block as stop_fn(cache, logits f32[B,V], tokens); returns which rows end there. To
+            go on from the result, `extend` its cache with more text and call `generate` again.
+        drafter: for speculative decoding, which never changes the tokens. "suffix", "recycle", "drafter", or two
             such as "suffix | recycle" (per row, the proposal with more expected tokens); a cache composition, through
             which the model drafts for itself; a smaller model; or a Drafter. In a list, each drafter verifies the draft
             tokens of the next one.
-        store: a Store from which cached prompt prefixes are loaded, whichever process wrote them, or `jkv.Passages`,
-            whose cached tokens are reused at any position.
+        prefix_cache: a PrefixCache, from which prompt prefixes are loaded, or a ChunkCache, whose tokens are reused at
+            any position.
         sampling: the sampling settings, seed, stop strings, n and max_new_tokens in one, instead of these arguments.
 
     Raises:
@@ -172,9 +182,9 @@ def generate(
         chunk=chunk,
         n=n,
         compare=compare,
-        until=until,
-        draft=draft,
-        store=store,
+        stop_fn=stop_fn,
+        drafter=drafter,
+        prefix_cache=prefix_cache,
         sampling=sampling,
     )
     run = Generation(params, options, *encode(params, prompt))

@@ -15,17 +15,17 @@ from jkv.core import sampling as sampler
 from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.chunk_reuse import Passages
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.chunk_reuse import ChunkCache
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prompts.tokenization import check_length
-from jkv.speculative.build import drafter
+from jkv.speculative.build import build_drafter
 from jkv.speculative.draft_model import check
 from jkv.speculative.proposer import Drafter
 from jkv.utils import fork_guard
 from jkv.utils.unicode import check_unicode
 from jkv.utils.validation import count, numbers, short
 
-Until = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
+StopFn = Callable[[Cache, Array, list[list[int]]], Sequence[bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class GenerateArguments:
         chunk: prompt tokens per prefill chunk; 0: all; None: the config's choice, or by free memory.
         n: rows per prompt.
         compare: whether the full cache runs too, for KL and first divergence.
-        until: callback that ends rows after a block.
-        draft: the drafter; None: plain decoding.
-        store: prefix store or passages; None: every prompt token is prefilled.
+        stop_fn: callback that ends rows after a block.
+        drafter: the drafter; None: plain decoding.
+        prefix_cache: prefix store or passages; None: every prompt token is prefilled.
     """
 
     cache: CacheConfig | Cache
@@ -56,9 +56,9 @@ class GenerateArguments:
     chunk: int | None
     n: int
     compare: bool
-    until: Until | None
-    draft: Drafter | None
-    store: Store | Passages | None
+    stop_fn: StopFn | None
+    drafter: Drafter | None
+    prefix_cache: PrefixCache | ChunkCache | None
 
 
 def parse_arguments(
@@ -72,9 +72,9 @@ def parse_arguments(
     chunk: Any = None,
     n: Any = 1,
     compare: Any = False,
-    until: Any = None,
-    draft: Any = None,
-    store: Any = None,
+    stop_fn: Any = None,
+    drafter: Any = None,
+    prefix_cache: Any = None,
     sampling: Any = None,
     **draws: Any,
 ) -> GenerateArguments:
@@ -86,13 +86,15 @@ def parse_arguments(
     """
     if sampling is not None:
         keywords = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, n=n, **draws)
-        own = dict(stop_ids=stop_ids, chunk=chunk, compare=compare, until=until, draft=draft, store=store)
+        own = dict(
+            stop_ids=stop_ids, chunk=chunk, compare=compare, stop_fn=stop_fn, drafter=drafter, prefix_cache=prefix_cache
+        )
         return parse_arguments(params, cache, **own, **from_sampling(sampling, keywords))
     model(params)
     if not isinstance(compare, bool | np.bool_):
         raise ValueError(f"compare={compare!r}: give True or False")
-    if until is not None and not callable(until):
-        raise ValueError(f"until={until!r}: give a function of a cache, logits and tokens")
+    if stop_fn is not None and not callable(stop_fn):
+        raise ValueError(f"stop_fn={stop_fn!r}: give a function of a cache, logits and tokens")
     if compare and isinstance(cache, Cache):
         raise ValueError("compare= needs the prompt from its start: give a config, not a Cache")
     ends = None
@@ -100,7 +102,7 @@ def parse_arguments(
         last = params.config.vocab - 1
         ends = numbers("stop_ids", stop_ids, f"token ids from 0 to {last}", whole=True, least=0, most=last)
     given = cache if isinstance(cache, Cache) else composition(cache)
-    if draft is not None:
+    if drafter is not None:
         check(params, given)
     return GenerateArguments(
         cache=given,
@@ -112,9 +114,9 @@ def parse_arguments(
         chunk=None if chunk is None else count("chunk", chunk, "0 (all at once) or more"),
         n=count("n", n, "1 answer a prompt, or more", 1),
         compare=bool(compare),
-        until=cast(Any, until),
-        draft=None if draft is None else drafter(draft, params),
-        store=check_store(store),
+        stop_fn=cast(Any, stop_fn),
+        drafter=None if drafter is None else build_drafter(drafter, params),
+        prefix_cache=check_prefix_cache(prefix_cache),
     )
 
 
@@ -160,11 +162,11 @@ def composition(cache: Any) -> CacheConfig:
     return methods.as_config(cache)
 
 
-def check_store(store: Any) -> Store | Passages | None:
+def check_prefix_cache(prefix_cache: Any) -> PrefixCache | ChunkCache | None:
     """Return a store, passages or None unchanged; TypeError for anything else."""
-    if store is not None and not isinstance(store, Store | Passages):
-        raise TypeError(f"store is {short(store)}: give a jkv.Store, jkv.Passages, or None")
-    return store
+    if prefix_cache is not None and not isinstance(prefix_cache, PrefixCache | ChunkCache):
+        raise TypeError(f"prefix_cache is {short(prefix_cache)}: give a jkv.PrefixCache, jkv.ChunkCache, or None")
+    return prefix_cache
 
 
 def texts(stop: Any, params: Params) -> tuple[str, ...]:

@@ -210,7 +210,7 @@ def _impossible(cache: Cache) -> str | None:
     most = _FAR if any(tier.rope == "rank" for tier in tiers) or not cache.plan else cache.model.context
     if (seen > most).any() or any((x < 0).any() or (x > seen).any() for x in parts):
         return "number of tokens (seen, prompt, later)"
-    if not cache.stay <= cache.fill <= cache.room:
+    if not cache.stay <= cache.fill <= cache.recent_size:
         return "fill"
     if any((x.count < 0).any() or (x.count > x.dt.shape[1]).any() for x in cache.states):
         return "number of tokens that wait (count)"

@@ -86,7 +86,7 @@ class Generation:
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
         self.rows = [row for row in rows for _ in range(asked.n)]
-        self.store, before = asked.store, asked.store.reused if asked.store else 0
+        self.prefix_cache, before = asked.prefix_cache, asked.prefix_cache.reused if asked.prefix_cache else 0
         # Sampling settings and stop conditions.
         b = len(self.rows)
         seeds = asked.seeds if asked.seeds.ndim else (asked.seeds + np.arange(b)) % (1 << 32)
@@ -94,9 +94,9 @@ class Generation:
         self.sampling = draw.make(b, params.config.vocab, seeds=seeds.tolist(), stop_ids=ids, **asked.draws)
         penalized = bool((self.sampling.penalty != 1).any())
         new, cache, compare = asked.new, asked.cache, asked.compare
-        self.stop, self.until, self.new, self.given = asked.stop, asked.until, new, cache
+        self.stop, self.stop_fn, self.new, self.given = asked.stop, asked.stop_fn, new, cache
         self.checkers = [StopChecker(params.tokenizer, self.stop) for _ in self.rows if self.stop]
-        self.room = -(-new // 64) * 64
+        self.reserve = -(-new // 64) * 64
         # Extend the given cache, or prefill a new one.
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
@@ -112,17 +112,17 @@ class Generation:
                     f"{params.config.context}; leave it out, or shorten the prompt or the answer"
                 )
             if compare or not config.unlimited:
-                self.room = min(self.room, left)
+                self.reserve = min(self.reserve, left)
             begin = partial(self._begin, penalized=penalized, compare=compare)
-            read = prefilled(params, config, rows, self.room, asked.chunk, begin, kind(asked.store), self.n)
+            read = prefilled(params, config, rows, self.reserve, asked.chunk, begin, kind(asked.prefix_cache), self.n)
             self.cache, logits, self.prefill_cost, self.chunks = read
         # Fork the prompts into n rows, and start the decode loop's state.
-        self.reused = None if self.store is None else self.store.reused - before
-        self.store_codec = self.store.codec.name if self.store is not None and self.reused else ""
+        self.reused = None if self.prefix_cache is None else self.prefix_cache.reused - before
+        self.store_codec = self.prefix_cache.codec.name if self.prefix_cache is not None and self.reused else ""
         if self.n > 1:
             self.cache, logits = self.prefill_cost.run(forks, self.cache, logits, n=self.n)
         self.params = replace(params, config=self.cache.model)
-        self.draft, self.drafting = asked.draft, None
+        self.drafter, self.drafting = asked.drafter, None
         if params.prefill_dtype is not None:
             self.exactness += f"; the prompt's products in {params.prefill_dtype}"
         if self.store_codec:
@@ -139,18 +139,18 @@ class Generation:
         if self.n > 1:
             cache, logits = jax.eval_shape(partial(forks, n=self.n), cache, logits)
         state = self._start(cache, logits, penalized, compare)
-        for full in (False, True)[: 1 + (self.new > cache.room - cache.stay)]:
+        for full in (False, True)[: 1 + (self.new > cache.recent_size - cache.stay)]:
             Cost().ahead(run_block, params, state, self.sampling, jnp.int32(self.new), full=full)
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         """Return the decode loop's initial state, with the prompt's tokens marked as used if there is a penalty."""
-        b, vocab, room = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
+        b, vocab, size = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
         used = None
         if penalized:
             used = np.zeros((b, vocab), bool)
             for i, row in enumerate(self.rows):
                 used[i, row] = True
-        return Decoding.start(cache, logits, room, None if used is None else jnp.asarray(used), traced=compare)
+        return Decoding.start(cache, logits, size, None if used is None else jnp.asarray(used), traced=compare)
 
     def first(self) -> list[list[int]]:
         """Return each row's first token, or no tokens unless all rows are greedy without penalty.
@@ -168,22 +168,22 @@ class Generation:
 
     def _blocks(self) -> Iterator[list[list[int]]]:
         """Yield all tokens so far. The device runs one block ahead, unless stop strings or `until` are set."""
-        if self.draft is not None:
-            yield from self._drafted(self.draft)
+        if self.drafter is not None:
+            yield from self._drafted(self.drafter)
             return
         start = time.perf_counter()
         unread: list[tuple[Array, Array]] = []
         for done, full in borders(self.state, self.new):
             self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(done), full=full)
             unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next block donates the state
-            if len(unread) == 1 and not (self.stop or self.until):
+            if len(unread) == 1 and not (self.stop or self.stop_fn):
                 continue
             out, alive = unread.pop(0)
             tokens = self._tokens(out)
             yield tokens
             if not bool(alive.any()):
                 break
-            if self.stop or self.until:
+            if self.stop or self.stop_fn:
                 self._end_rows(tokens)
         for out, _ in unread:
             yield self._tokens(out)
@@ -206,11 +206,13 @@ class Generation:
         """Yield all tokens so far, per row, after every verification pass or run of plain steps."""
         start = time.perf_counter()
         run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
-        run.watched, self.drafting = bool(self.stop or self.until), run
+        run.watched, self.drafting = bool(self.stop or self.stop_fn), run
         for tokens in map(self._cut, run.run(self.new)):
             self.state = run.state
             yield tokens
-            if (self.stop or self.until) and int(self.state.cache.fill) >= self.state.cache.room:  # a block ends here
+            if (self.stop or self.stop_fn) and int(
+                self.state.cache.fill
+            ) >= self.state.cache.recent_size:  # a block ends here
                 self._end_rows(tokens)
                 run.state = self.state
         self.cost.running = time.perf_counter() - start - self.cost.compiling
@@ -220,8 +222,8 @@ class Generation:
         over = np.zeros(len(tokens), bool)
         if self.stop:
             over |= [checker.finish_reason is not None for checker in self.checkers]
-        if self.until:
-            ends = np.asarray(self.until(self.state.cache, self.state.logits, tokens))
+        if self.stop_fn:
+            ends = np.asarray(self.stop_fn(self.state.cache, self.state.logits, tokens))
             if ends.shape not in ((), over.shape):
                 raise ValueError(f"until gave {short(ends)} for {len(over)} rows: give one truth a row")
             over |= ends.astype(bool)
@@ -238,7 +240,7 @@ class Generation:
         # Length of the full cache to compare with; a prefill that skips tokens has seen fewer.
         longest = max([*(plan.longest for plan in state.cache.plan[:1]), int(state.cache.seen.max())])
         if isinstance(self.given, CacheConfig) and self.given.prefill.skips:
-            longest = bucket(max(map(len, self.rows))) + self.room
+            longest = bucket(max(map(len, self.rows))) + self.reserve
         receipt = Receipt(
             config=self.name,
             exactness=self.exactness,
@@ -293,8 +295,8 @@ class Generation:
 
     def _keep(self, tokens: list[list[int]]) -> None:
         """Add the prompts and answers to the store, if it accepts them."""
-        if self.store is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
-            to = reuse_for(self.store, self.params, self.given.bound(self.params))
+        if self.prefix_cache is not None and isinstance(self.given, CacheConfig) and self.cost.over is None:
+            to = reuse_for(self.prefix_cache, self.params, self.given.bound(self.params))
             for i, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
                 to.keep(self.state.cache, i, [*row, *new], Cost())
 
@@ -307,7 +309,7 @@ class Generation:
         for row, drawn in zip(forced, tokens, strict=True):
             row[: len(drawn)] = drawn
         exact = replace(self.params, prefill_dtype=None)
-        cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.room, None)
+        cache, logits, *_ = prefilled(exact, composition(None), self.prompts, self.reserve, None)
         cache, logits = forks(cache, logits, self.n)
         state = Decoding.start(cache, logits, forced.shape[1], forced=jnp.asarray(np.maximum(forced, 0)), traced=True)
         cost, n = Cost(over=mesh_of(self.params)), self.new

@@ -93,12 +93,12 @@ def score(
         )
     n, prompts = len(rows), [prompt] if one else list(prompt)
     ids = [_ids(params, prompts[i % n], rows[i % n], x, i) for i, x in enumerate(texts)]
-    room = max(map(len, ids)) - 1  # the last token is predicted, not fed
+    reserve = max(map(len, ids)) - 1  # the last token is predicted, not fed
     # Prefill the prompts; fork a single one for its continuations.
     if isinstance(cache, Cache):
-        held, logits, _ = extended(params, cache, rows, room)
+        held, logits, _ = extended(params, cache, rows, reserve)
     else:
-        held, logits = prefill(params, cache, rows, room=room, chunk=chunk)
+        held, logits = prefill(params, cache, rows, reserve=reserve, chunk=chunk)
     seen, kept = np.asarray(held.seen), kept_by_row(held)
     if n == 1:
         held, logits = held.fork(len(ids)), jnp.repeat(logits, len(ids), 0)

@@ -27,7 +27,7 @@ from jkv.models import Params
 from jkv.prefix_cache.chunk_variants import Variant
 from jkv.prefix_cache.prefix import BegunPrompts, Piece, PrefixReuse, Records, doubling, loaded, root
 from jkv.prefix_cache.recompute import renewal
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prefix_cache.store_codec import Exact, Record
 from jkv.prefix_cache.stored_prefix import StoredPrefixes
 from jkv.prompts.allocation import empty
@@ -87,13 +87,13 @@ class CachedChunk:
     again: np.ndarray
 
 
-class Passages:
+class ChunkCache:
     """Text chunks whose cached keys and values are reused at any position and in any order of a prompt.
 
-    Pass it as `store=` to `generate`, `stream` and `prefill`. Each passage is prefilled once. Prompts are matched token
-    by token: at a passage's ends a prompt may be tokenized differently, and those tokens are prefilled.
+    Pass it as `prefix_cache=` to `generate`, `stream` and `prefill`. Each passage is prefilled once. Prompts are
+    matched token by token: at a passage's ends a prompt may be tokenized differently, and those tokens are prefilled.
 
-    Passages are not used, and prompts are prefilled as usual, on a mesh, in chunks, and for caches that score with
+    ChunkCache are not used, and prompts are prefilled as usual, on a mesh, in chunks, and for caches that score with
     queries of the whole prompt or store columns per token. Keys and values of passages stay in memory uncompressed,
     with as many bytes per token as in the full cache.
 
@@ -107,7 +107,7 @@ class Passages:
         read: prompt tokens computed, each weighted by the share of layers that computed it.
 
     >>> from jkv import models
-    >>> passages = Passages(renew="pie")
+    >>> passages = ChunkCache(renew="pie")
     >>> passages.add(models.random(models.TINY), list(range(40)))
     >>> [(x.place, x.start, x.length) for x in passages.match([7, 7, *range(20, 40), 9, *range(18)])]
     [(2, 20, 20), (23, 0, 18)]
@@ -162,7 +162,7 @@ class Passages:
         # Check that the cache belongs to the model and keeps all tokens exactly.
         ids = encode_row(params, list(tokens), "what was said")
         if self.renew.alpha is not None:
-            raise ValueError("cachecraft weighs what it has read itself: give Passages(renew='relaycaching')")
+            raise ValueError("cachecraft weighs what it has read itself: give ChunkCache(renew='relaycaching')")
         if replace(cache.model, context=0) != replace(params.config, context=0) or cache.states:
             raise ValueError("the cache is that of another model, or of blocks that recur: give this model's own")
         exact = all(t.k.exact and t.v.exact and t.rope != "rank" for plan in cache.plan for t in plan.tiers)
@@ -287,7 +287,7 @@ class Passages:
 class Joins(PrefixReuse):
     """Cached passages as the source of cached tokens for one cache."""
 
-    def __init__(self, passages: Passages, params: Params, config: CacheConfig) -> None:
+    def __init__(self, passages: ChunkCache, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config)
         self.passages, check = passages, passages.renew.again.check
         if self.notes and not self.refusal:
@@ -342,7 +342,7 @@ class Joins(PrefixReuse):
         return cache, n, n - fresh
 
     def keep(self, cache: Cache, row: int, ids: Sequence[int], cost: Cost) -> None:
-        """Do nothing: answers become passages by `Passages.add_answer` only."""
+        """Do nothing: answers become passages by `ChunkCache.add_answer` only."""
 
     def _learn(
         self, cache: Cache, n: int, found: Sequence[ChunkMatch], born: Sequence[int], pos: Array, paid: Sequence[Array]
@@ -355,15 +355,15 @@ class Joins(PrefixReuse):
             self.passages.learn(self.root, found, i, records(x.place, x.place + x.length), [y[rows] for y in owed])
 
 
-# The source of cached tokens for each type that `store=` accepts.
-BEGINS: dict[type, Any] = {Store: StoredPrefixes, Passages: Joins}
+# The source of cached tokens for each type that `prefix_cache=` accepts.
+BEGINS: dict[type, Any] = {PrefixCache: StoredPrefixes, ChunkCache: Joins}
 
 
-def reuse_for(store: Store | Passages, params: Params, config: CacheConfig) -> PrefixReuse:
+def reuse_for(store: PrefixCache | ChunkCache, params: Params, config: CacheConfig) -> PrefixReuse:
     """Return the source of cached tokens for a cache."""
     return BEGINS[type(store)](store, params, config)
 
 
-def kind(store: Store | Passages | None) -> Any:
+def kind(store: PrefixCache | ChunkCache | None) -> Any:
     """Return the constructor of a prefill's prompts."""
     return Prompts if store is None else partial(BegunPrompts, begins=partial(reuse_for, store))

@@ -40,7 +40,7 @@ def root(params: Params, noted: CacheConfig | None, salt: str) -> str:
 
     Args:
         noted: a config whose score stores columns per token. Caches of all other configs share records.
-        salt: as in `Store`.
+        salt: as in `PrefixCache`.
     """
     about = [] if noted is None else [repr(noted), weights(noted.score)]
     said = [FORMAT, fingerprint(params), str(params.prefill_dtype), salt, *about]
@@ -143,7 +143,7 @@ def loaded(params: Params, config: CacheConfig, capacity: int, n: int, pieces: S
     Tokens end where the staying entries of a recent window end. Tokens without a record are dead entries.
     """
     shapes = shaped(config.uncompressed(capacity), params.config, 1, capacity, 0, params.embed.dtype)
-    start, pos = shapes.stay - n, np.full((1, shapes.room), -1, np.int32)
+    start, pos = shapes.stay - n, np.full((1, shapes.recent_size), -1, np.int32)
     for at, record in pieces:
         length = record["k"].shape[2]
         pos[0, start + at : start + at + length] = np.arange(at, at + length)

@@ -53,7 +53,7 @@ def successor(before: str, ids: Sequence[int]) -> str:
     return hashlib.sha256(before.encode() + np.asarray(ids, "<i8").tobytes()).hexdigest()
 
 
-class Store:
+class PrefixCache:
     """A prefix cache on disk: prompts with a cached prefix prefill only their remaining tokens.
 
     `jkv.generate(params, cache, prompt, store=store)` reads and writes it. A record is written atomically. A torn or
@@ -79,7 +79,7 @@ class Store:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     store = Store(folder, "10MB")
+    ...     store = PrefixCache(folder, "10MB")
     ...     store.put("a model", [7] * 130, lambda i: {"k": np.full(2, i)})
     ...     [x["k"].tolist() for x in store.match("a model", [7] * 64 + [8] * 64)]
     [[0, 0]]

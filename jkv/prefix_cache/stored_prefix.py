@@ -20,7 +20,7 @@ from jkv.core.sampling import LOST
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.prefix import PrefixReuse, Records, doubling, loaded, tail
-from jkv.prefix_cache.store import BLOCK, GRAIN, Store
+from jkv.prefix_cache.store import BLOCK, GRAIN, PrefixCache
 from jkv.prefix_cache.store_codec import Record
 from jkv.prompts.allocation import empty
 
@@ -59,11 +59,11 @@ class StoredPrefixes(PrefixReuse):
     >>> from jkv import methods, models
     >>> params, texts = models.random(models.TINY), ("snapkv(budget=40)", "h2o(budget=40)")
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     [StoredPrefixes(Store(folder), params, methods.parse(x)).refusal for x in texts]
+    ...     [StoredPrefixes(PrefixCache(folder), params, methods.parse(x)).refusal for x in texts]
     ['', 'it scores with queries of the whole prompt']
     """
 
-    def __init__(self, store: Store, params: Params, config: CacheConfig) -> None:
+    def __init__(self, store: PrefixCache, params: Params, config: CacheConfig) -> None:
         super().__init__(params, config, store.salt)
         self.store = store
         # Decode steps never compute in `prefill_dtype`, and may compute other score columns than prefill.

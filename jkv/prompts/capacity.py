@@ -31,13 +31,13 @@ def with_room(cache: Cache, given: np.ndarray, new: np.ndarray) -> Cache:
     for plan in cache.plan if all(plan.budget.statistic is None for plan in cache.plan) else cache.plan[:1]:
         if plan.tiers and plan.capacity >= plan.longest < longest:  # it keeps every token, up to its capacity
             raise ValueError(
-                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger room="
+                f"the cache was made for {plan.longest} tokens and would hold {longest}: prefill with a larger reserve="
             )
     later = int((seen - np.asarray(cache.prompt) + added).max())
     if later > cache.new and any(plan.taught for plan in cache.plan):
         raise ValueError(
             f"the cache has room for {cache.new} tokens after the prompt that taught it, and would hold {later}: "
-            "prefill with a larger room="
+            "prefill with a larger reserve="
         )
     _check_on_top(cache, given, new)
     unlimited = any(plan.budget.bounded and any(t.rope == "rank" for t in plan.tiers) for plan in cache.plan)
@@ -59,7 +59,7 @@ def _check_on_top(cache: Cache, given: np.ndarray, new: np.ndarray) -> None:
         if needed > room:
             raise ValueError(
                 f"the cache has room for {room} tokens on top of its budget, after its prompt, and would hold "
-                f"{needed}: prefill with a larger room="
+                f"{needed}: prefill with a larger reserve="
             )
 
 

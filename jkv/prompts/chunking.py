@@ -62,7 +62,7 @@ class Chunks:
         return replace(self, size=size, why=f"{size:,} tokens at a time: the compiler found no room for {most:,}")
 
 
-def chosen(config: CacheConfig, empty: Cache, longest: int, room: int, over: MeshPlan | None, copies: bool) -> Chunks:
+def chosen(config: CacheConfig, empty: Cache, longest: int, free: int, over: MeshPlan | None, copies: bool) -> Chunks:
     """Choose how to prefill prompts of at most `longest` tokens.
 
     The whole prompt if it fits; else the largest chunk that does, a power of two up to MOST, so that prompts share
@@ -70,19 +70,19 @@ def chosen(config: CacheConfig, empty: Cache, longest: int, room: int, over: Mes
 
     Args:
         empty: shapes of the empty cache.
-        room: free bytes per device, weights already subtracted.
+        free: free bytes per device, weights already subtracted.
         over: the mesh, if any.
         copies: as in `needed`.
     """
     take = partial(needed, empty, over=over, copies=copies)
     whole, cuts = take(bucket(longest), fresh=True), cut(config, empty.model)
-    about = f"about {gib(whole)} GiB, and {gib(room)} GiB are free"
+    about = f"about {gib(whole)} GiB, and {gib(free)} GiB are free"
     if not cuts:
         return Chunks(size=0, why=f"whole, as this method needs it: {about}")
-    if whole <= room or longest <= LEAST:
+    if whole <= free or longest <= LEAST:
         return Chunks(size=0, why=f"whole: {about}", open=True)
     size = min(_below(longest), MOST)
-    while size > LEAST and take(size, fresh=False) > room:
+    while size > LEAST and take(size, fresh=False) > free:
         size = _below(size)
     return Chunks(size=size, why=f"{size:,} tokens at a time: whole it takes {about}", open=True)
 
@@ -103,7 +103,7 @@ def needed(empty: Cache, n: int, *, fresh: bool, over: MeshPlan | None, copies: 
     model, held = empty.model, device_bytes(empty) if over is None else over.bytes(empty)
     rows = empty.rows // (1 if over is None else over.mesh.shape[ROWS])
     shares = 1 if over is None else over.mesh.shape[HEADS]  # devices that share a block's heads and hidden units
-    window = n if fresh else n + empty.room
+    window = n if fresh else n + empty.recent_size
     exact = empty.dtype.itemsize
     kinds = dict.fromkeys(map(_kind, empty.plan))
     # The most expensive block: attention or recurrence, attention's tiles, the MLP, and its input and output.

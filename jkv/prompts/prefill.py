@@ -35,7 +35,7 @@ class Prompts:
 
     Attributes:
         rows: token ids per prompt.
-        room: reserved tokens per row after the prompt.
+        reserve: reserved tokens per row after the prompt.
         cost: collects compile time, run time and peak bytes.
         chunk: tokens per prefill chunk; 0: the whole prompt.
         forks: copies of each row to be made later; they share a budget in bytes.
@@ -46,7 +46,7 @@ class Prompts:
     params: Params
     config: CacheConfig
     rows: list[list[int]]
-    room: int
+    reserve: int
     cost: Cost
     chunk: int = 0
     forks: int = 1
@@ -75,7 +75,7 @@ class Prompts:
         """The params, with a context that fits prompts and reserve if the cache is not bound to the model's context."""
         if not self.config.unlimited:
             return self.params
-        return replace(self.params, config=reaching(self.params.config, self.longest + self.room))
+        return replace(self.params, config=reaching(self.params.config, self.longest + self.reserve))
 
     def chunks(self) -> Chunks:
         """Choose the chunk size by free memory."""
@@ -103,11 +103,11 @@ class Prompts:
 
     def blank(self, make: Callable[..., Cache], dtype: Any) -> Cache:
         """Return make(...), `empty` or `shaped`, for these prompts."""
-        model, b, length = self.reaching.config, len(self.rows), self.padded + self.room
+        model, b, length = self.reaching.config, len(self.rows), self.padded + self.reserve
         sizes = None
         if self.forks > 1:
-            sizes = sized(self.config, model, b * self.forks, length, self.room, dtype)
-        return make(self.config, model, b, length, self.room, dtype, sizes)
+            sizes = sized(self.config, model, b * self.forks, length, self.reserve, dtype)
+        return make(self.config, model, b, length, self.reserve, dtype, sizes)
 
     def prefill(self) -> tuple[Cache, Array]:
         """Prefill the prompts, whole or in chunks, and return cache and next-token logits."""
@@ -167,7 +167,7 @@ def prefilled(
     params: Params,
     config: CacheConfig,
     rows: list[list[int]],
-    room: int,
+    reserve: int,
     chunk: int | None,
     then: Callable[[Params, Cache], None] | None = None,
     kind: Callable[..., Prompts] = Prompts,
@@ -177,7 +177,7 @@ def prefilled(
 
     Args:
         rows: token ids per prompt.
-        room: reserved tokens per row after the prompt.
+        reserve: reserved tokens per row after the prompt.
         chunk: tokens per prefill chunk; 0: the whole prompt; None: the config's, or else by free memory, with smaller
             chunks after an out-of-memory error.
         then: as in `Prompts`.
@@ -199,8 +199,8 @@ def prefilled(
     # Check the config, and choose the chunk size.
     asked = config.chunk if chunk is None else chunk
     check(config, params.config, asked or 0)
-    check_length(config, params.config, max(map(len, rows)), room)
-    prompts = kind(params=params, config=config, rows=rows, room=room, cost=cost, then=then, forks=forks)
+    check_length(config, params.config, max(map(len, rows)), reserve)
+    prompts = kind(params=params, config=config, rows=rows, reserve=reserve, cost=cost, then=then, forks=forks)
     chunks = prompts.chunks() if asked is None else Chunks.asked(asked, prompts.longest)
     # Retry with smaller chunks after out-of-memory errors.
     while True:

@@ -135,7 +135,7 @@ def check_total(model: ModelConfig, unlimited: bool, before: int, new: int, ther
     text = f"{there} {before} tokens and {new} more are asked for, {before + new} in all; "
     if unlimited:
         raise ValueError(
-            f"{text}at most {max(LONGEST, model.context):,} go through one cache. Lower max_new_tokens or room, or "
+            f"{text}at most {max(LONGEST, model.context):,} go through one cache. Lower max_new_tokens or reserve, or "
             "begin a new cache from the newest of the text"
         )
     raise ValueError(

@@ -19,10 +19,10 @@ from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.compatibility import check, check_prefill
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.prompts.chunking import gib, spare
 from jkv.prompts.tokenization import reaching, stop_ids_of
-from jkv.speculative.build import of_batch
+from jkv.speculative.build import build_batch_drafter
 from jkv.speculative.decoding import drawn
 from jkv.speculative.draft_length import NODES, WIDTHS
 from jkv.speculative.draft_model import check as verifiable
@@ -116,23 +116,23 @@ class Maker:
     Attributes:
         limits: capacity of each batch.
         watch: callbacks for metrics.
-        store: prefix cache, or None.
-        draft: name of the drafter of all batches that can verify its drafts. The constructor raises ValueError if none
-            can.
+        prefix_cache: prefix cache, or None.
+        drafter: name of the drafter of all batches that can verify its drafts. The constructor raises ValueError
+            if none can.
         undrafted: cache configs that cannot verify drafts and have been reported.
     """
 
     params: Params
     limits: Limits
     watch: Watch
-    store: Store | None = None
-    draft: str | None = None
+    prefix_cache: PrefixCache | None = None
+    drafter: str | None = None
     undrafted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.draft is not None:
+        if self.drafter is not None:
             verifiable(self.params, CacheConfig())
-            of_batch(self.draft, self.params)
+            build_batch_drafter(self.drafter, self.params)
 
     def usable(self, config: CacheConfig) -> CacheConfig:
         """Bind a cache config to the model and return it. Raises ValueError if it cannot run here."""
@@ -142,13 +142,13 @@ class Maker:
         jax.eval_shape(partial(self.shapes(config).cache, 1))  # raises for sizes that the budget cannot have
         return config
 
-    def drafter(self, config: CacheConfig) -> Drafter | None:
+    def build_drafter(self, config: CacheConfig) -> Drafter | None:
         """Build the drafter of one batch, which is not shared because batches take turns.
 
         Returns:
             The drafter, or None if the cache config cannot verify drafts, which is reported once.
         """
-        if self.draft is None:
+        if self.drafter is None:
             return None
         try:
             verifiable(self.params, config)
@@ -157,7 +157,7 @@ class Maker:
                 self.undrafted.add(name)
                 self.watch.undrafted(name, error_message(error))
             return None
-        return of_batch(self.draft, self.params)
+        return build_batch_drafter(self.drafter, self.params)
 
     def shapes(self, config: CacheConfig, top: int | None = None) -> Shapes:
         """Return the array shapes of a batch for a cache config; `top` as in `Shapes`."""
@@ -183,7 +183,7 @@ class Maker:
         Raises:
             MemoryError: the batch does not fit into free memory.
         """
-        drafter = self.drafter(config)
+        drafter = self.build_drafter(config)
         shapes = self.shapes(config, None if drafter is None else drafter.top)
         # Check that the state fits.
         state, free = jax.eval_shape(shapes.state), spare(None)
@@ -202,7 +202,7 @@ class Maker:
         for width in WIDTHS if shapes.top is not None else ():
             draft = Draft(ids=shape((shapes.rows, width)), parent=shape((shapes.rows, width)))  # type: ignore  # shapes
             cost.begin(verify, params, state, draws, draft, shape(()), top=shapes.top)
-        running = Running(self.params, shapes, Cost(), self.store, drafter)
+        running = Running(self.params, shapes, Cost(), self.prefix_cache, drafter)
         # Compile prefill: after a stored prefix, in chunks, or whole at each length.
         chunk, most = shapes.bucket.chunk, self.limits.prompt
         if running.prompts.reads is not None:

@@ -24,7 +24,7 @@ from jkv.generation.api import prefill
 from jkv.generation.teacher_forcing import Follow
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.serve.batches import Limits, Maker, Watch
 from jkv.serve.request_state import TOP, Echo, End, Fault, Kept, RowReceipt, Ticket, Token, tokens_of
 from jkv.utils.errors import error_message, survivable
@@ -92,20 +92,20 @@ class Engine:
         params: Params,
         limits: Limits,
         watch: Watch | None = None,
-        store: Store | None = None,
-        draft: str | None = None,
+        prefix_cache: PrefixCache | None = None,
+        drafter: str | None = None,
     ) -> None:
         """Prepare an engine that has not started.
 
         Args:
             limits: capacity of the batches and of the queue.
             watch: callbacks for metrics.
-            store: prefix cache, or None.
-            draft: name of the drafter of all batches, or None; see `Maker`.
+            prefix_cache: prefix cache, or None.
+            drafter: name of the drafter of all batches, or None; see `Maker`.
         """
         use_disk_cache()
-        self.params, self.limits, self.watch, self.store = params, limits, watch or Watch(), store
-        self.maker = Maker(params=params, limits=limits, watch=self.watch, store=store, draft=draft)
+        self.params, self.limits, self.watch, self.prefix_cache = params, limits, watch or Watch(), prefix_cache
+        self.maker = Maker(params=params, limits=limits, watch=self.watch, prefix_cache=prefix_cache, drafter=drafter)
         self.seats: dict[str, Seats] = {}
         self.making: dict[str, Future[Running]] = {}
         self.waiting: deque[Ticket] = deque()
@@ -332,7 +332,7 @@ class Engine:
         An error fails that row only, unless it is fatal or the state of the batch was lost; then it is raised again.
         """
         running, request = seats.running, ticket.request
-        before = 0 if self.store is None else self.store.reused
+        before = 0 if self.prefix_cache is None else self.prefix_cache.reused
         try:
             running.admit(single_row(running.shapes.bucket, request))
         except BaseException as error:
@@ -340,8 +340,8 @@ class Engine:
             if not survivable(error) or any(x.is_deleted() for x in jax.tree.leaves(running.state)):
                 raise
             return
-        if self.store is not None and self.store.reused > before:
-            ticket.reused, ticket.store_codec = self.store.reused - before, self.store.codec.name
+        if self.prefix_cache is not None and self.prefix_cache.reused > before:
+            ticket.reused, ticket.store_codec = self.prefix_cache.reused - before, self.prefix_cache.codec.name
         seats.tickets[request.line] = ticket
         ticket.begin(self.params, running.stop_ids)
         self.watch.read(len(request.tokens), ticket.reused)
@@ -421,8 +421,8 @@ class Engine:
         ids = ticket.request.tokens.tolist()
         out = [Token(id=ids[0], logprob=None)]
         if len(ids) > 1:
-            room = self.limits.prompt
-            cache, logits = prefill(self.params, ticket.config, [ids[:1]], room=room, chunk=0)
+            reserve = self.limits.prompt
+            cache, logits = prefill(self.params, ticket.config, [ids[:1]], reserve=reserve, chunk=0)
             yield None
             for part in Follow(self.params, cache, logits, np.asarray([ids[1:]])):
                 here = ids[len(out) : len(out) + part.shape[1]]

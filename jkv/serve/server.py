@@ -10,7 +10,7 @@ import uvicorn
 
 from jkv.methods import parse
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.serve.batches import Limits
 from jkv.serve.engine_thread import Engine
 from jkv.serve.metrics import Metrics
@@ -29,8 +29,8 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     grace: int = 30,
-    store: Store | None = None,
-    draft: str | None = None,
+    prefix_cache: PrefixCache | None = None,
+    drafter: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open calls.
 
@@ -43,8 +43,8 @@ def serve(
         host: address to bind.
         port: port to bind, 0 for a free one.
         grace: seconds for open calls after the signal.
-        store: prefix cache, or None.
-        draft: name of the drafter of all batches that can verify its drafts, or None.
+        prefix_cache: prefix cache, or None.
+        drafter: name of the drafter of all batches that can verify its drafts, or None.
 
     Raises:
         ValueError: the server would be open to a network without a token, a cache config cannot run, or the model has
@@ -57,7 +57,7 @@ def serve(
         raise ValueError("the model has no tokenizer, and HTTP is about texts: give a model that has one")
     # Start the engine with the default cache.
     metrics = Metrics()
-    engine = Engine(params, limits, metrics.watch(), store, draft)
+    engine = Engine(params, limits, metrics.watch(), prefix_cache, drafter)
     configs = [engine.maker.usable(parse(text)) for text in caches]
     engine.start(configs[0])
     # Run the HTTP server.

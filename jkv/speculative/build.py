@@ -25,7 +25,7 @@ from jkv.utils.validation import short
 DRAFTERS = {"suffix": Suffix, "recycle": Recycling, "drafter": Distilled}
 
 
-def drafter(what: Any, params: Params) -> Drafter:
+def build_drafter(what: Any, params: Params) -> Drafter:
     """Build a drafter for a model.
 
     Args:
@@ -41,11 +41,11 @@ def drafter(what: Any, params: Params) -> Drafter:
     """
     first, *rest = what if isinstance(what, list | tuple) and what else [what]
     if rest:
-        one, behind = drafter(first, params), drafter(rest, first if isinstance(first, Params) else params)
+        one, behind = build_drafter(first, params), build_drafter(rest, first if isinstance(first, Params) else params)
         if isinstance(one, Across):
-            raise ValueError("draft=: a model of another vocabulary cannot verify what another guesses; give it last")
+            raise ValueError("drafter=: a model of another vocabulary cannot verify what another guesses; give it last")
         if not isinstance(one, Drawing):
-            raise ValueError(f"draft={short(what)}: {short(first)} has no model that verifies what another guesses")
+            raise ValueError(f"drafter={short(what)}: {short(first)} has no model that verifies what another guesses")
         return replace(one, behind=behind)
     if isinstance(first, Params):
         return _model(first, params)
@@ -59,11 +59,11 @@ def drafter(what: Any, params: Params) -> Drafter:
     )
 
 
-def of_batch(text: str, params: Params) -> Drafter:
+def build_batch_drafter(text: str, params: Params) -> Drafter:
     """Build a drafter whose rows may change between calls, by name; ValueError for any other."""
-    made = drafter(text, params)
+    made = build_drafter(text, params)
     if not made.rows_change:
-        raise ValueError(f"--draft {text}: rows of a batch come and go; give suffix, recycle or drafter")
+        raise ValueError(f"--drafter {text}: rows of a batch come and go; give suffix, recycle or drafter")
     return made
 
 
@@ -84,7 +84,7 @@ def _named(text: str, params: Params) -> Drafter:
         return DRAFTERS[name](**given, **arguments)
     except TypeError:
         known = [f.name for f in fields(DRAFTERS[name]) if f.init and f.name not in given]
-        raise ValueError(f"draft={text!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
+        raise ValueError(f"drafter={text!r}: {name} takes {', '.join(known) or 'no arguments'}") from None
 
 
 def _model(small: Params, params: Params) -> Drafter:
@@ -94,8 +94,8 @@ def _model(small: Params, params: Params) -> Drafter:
     if own is None or other is None:
         if words[0] != words[1]:
             raise ValueError(
-                f"draft=: its model has {small.config.vocab} words and this one {params.config.vocab}; give one of the "
-                "same words, or tokenizers with both"
+                f"drafter=: its model has {small.config.vocab} words and this one {params.config.vocab}; give one of "
+                "the same words, or tokenizers with both"
             )
         return Through(small)
     translation = _translation(own, other, words)

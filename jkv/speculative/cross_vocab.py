@@ -72,7 +72,7 @@ class Across:
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
-            raise ValueError(f"draft=: threshold={self.threshold}; give a probability above 0, at most 1")
+            raise ValueError(f"drafter=: threshold={self.threshold}; give a probability above 0, at most 1")
         self.model = Through(self.params)
 
     def begin(self, rows: list[list[int]], new: int, verifier: Verifier | None = None) -> None:

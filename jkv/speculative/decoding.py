@@ -137,7 +137,7 @@ class Drafting:
     def _room(self) -> int:
         """Tokens until the next flush, or until the one after it if a flush is due."""
         cache, fill = self.state.cache, int(self.state.cache.fill)
-        return cache.room - (fill if fill < cache.room else cache.stay)
+        return cache.recent_size - (fill if fill < cache.recent_size else cache.stay)
 
     def _guesses(self, tokens: list[list[int]], alive: list[bool], most: int) -> list[Guess]:
         """Propose draft trees after each row and its next token; [] if the drafter fails.
@@ -160,7 +160,7 @@ class Drafting:
 
     def _advance(self, tokens: list[list[int]], count: int, new: int, most: int) -> None:
         """Run one verification pass of at most `most` tokens if it pays for all live rows, else plain steps."""
-        alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.room
+        alive, full = self.state.alive.tolist(), int(self.state.cache.fill) >= self.state.cache.recent_size
         # Propose, and choose the width for the rows that are alive.
         start = self.clock()
         guesses = self._guesses(tokens, alive, most - 1)

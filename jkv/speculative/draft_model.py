@@ -55,8 +55,8 @@ class Through(Drawing):
         length, model = max(map(len, rows)), self.params.config
         if length + new > model.context:
             raise Refusal(
-                f"draft=: {length + new} tokens, and its model's context is {model.context}; give a model that reads "
-                "more, a shorter text, or leave draft= out"
+                f"drafter=: {length + new} tokens, and its model's context is {model.context}; give a model that reads "
+                "more, a shorter text, or leave drafter= out"
             )
         self.cache, *_ = prefilled(self.params, self.config, [*map(self._known, rows)], new + 2 * PIECE, None)
         self.read, self.nbytes = [len(row) for row in rows], self.cache.nbytes
@@ -115,15 +115,15 @@ class Through(Drawing):
 def check(params: Params, cache: CacheConfig | Cache) -> None:
     """Raise ValueError for a model or cache through which draft tokens cannot be verified."""
     if mesh_of(params) is not None:
-        raise ValueError("draft= is for one device: load the model without mesh=, or leave draft= out")
+        raise ValueError("drafter= is for one device: load the model without mesh=, or leave drafter= out")
     if params.config.mixers is not None:
         raise ValueError(
-            "draft= needs a model whose blocks all attend: those that recur take in every token that they read, also "
-            "those to be refused; leave draft= out"
+            "drafter= needs a model whose blocks all attend: those that recur take in every token that they read, also "
+            "those to be refused; leave drafter= out"
         )
     selectors = [cache.select] if isinstance(cache, CacheConfig) else [t.select for x in cache.plan for t in x.tiers]
     if any(select is not None and (select.stateful or select.remembers or select.follows) for select in selectors):
         raise ValueError(
-            f"draft= cannot go with {cache.name}: its selector goes by what other steps or layers read, also those of "
-            "tokens to be refused; leave draft= out, or take a selector that does not, such as quest"
+            f"drafter= cannot go with {cache.name}: its selector goes by what other steps or layers read, also those "
+            "of tokens to be refused; leave drafter= out, or take a selector that does not, such as quest"
         )

@@ -77,16 +77,16 @@ class Excerpts(Drawing):
         """Return the plan of layer i with tiers read by this selector; Refusal if they cannot be."""
         select = self.config.select and self.config.select.for_layer(cache.model, i)
         if select is None:
-            raise Refusal(f"draft={self.config}: layer {i} would be copied whole; give a selector of all layers")
+            raise Refusal(f"drafter={self.config}: layer {i} would be copied whole; give a selector of all layers")
         if one.pooled is not None:
             raise Refusal(
-                f"draft={self.config}: the heads of {cache.name} share slots, of which no head has pages; leave draft= "
-                "out, or take a cache without pooled"
+                f"drafter={self.config}: the heads of {cache.name} share slots, of which no head has pages; leave "
+                "drafter= out, or take a cache without pooled"
             )
         far = [tier.unit for tier in one.tiers if any(tier.far)]
         if any(unit != select.unit for unit in far):
             raise Refusal(
-                f"draft={self.config}: codes come from the host in units of {far[0]} tokens, and it picks "
+                f"drafter={self.config}: codes come from the host in units of {far[0]} tokens, and it picks "
                 f"{select.unit}; take page={far[0]}"
             )
         return replace(one, tiers=tuple(replace(tier, select=select) for tier in one.tiers))

@@ -158,7 +158,7 @@ def verified(
         made += (new,)
     logits = family(cache.model).head(ends, x)
     # Accept the path of drawn tokens, by the row with the fewest, and commit it.
-    most = jnp.minimum(cache.room - cache.fill, stop - state.count)
+    most = jnp.minimum(cache.recent_size - cache.fill, stop - state.count)
     walk = walked(logits, draft, sampling, cache.seen, state.used, most)
     alive = state.alive
     n = jnp.where(alive, walk.n, most).min()

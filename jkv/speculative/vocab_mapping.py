@@ -73,8 +73,8 @@ class Translation:
         common, every = int((self.direct >= 0).sum()), sum(bool(x) for x in self.drafter_bytes)
         if common < COMMON * every or not common:
             raise ValueError(
-                f"draft=: {common} of its model's {every} tokens are tokens of this one: too few to guess with; give a "
-                "model whose tokens are more alike"
+                f"drafter=: {common} of its model's {every} tokens are tokens of this one: too few to guess with; give "
+                "a model whose tokens are more alike"
             )
         if self.model.eos_ids and self.drafter.eos_ids:
             self.direct[self.drafter.eos_ids[0]] = self.model.eos_ids[0]

@@ -86,7 +86,9 @@ def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: r
 
     plain, first = followed(case, whole, logits)
     shared, second = followed(case, own, after)
-    before = int(whole.room - whole.fill) + 1  # the flush: from there on a last place of a float may be another code
+    before = (
+        int(whole.recent_size - whole.fill) + 1
+    )  # the flush: from there on a last place of a float may be another code
     np.testing.assert_allclose(second[:before], first[:before], atol=1e-5, rtol=0)
     lossy = case.slot.lossy or case.later is not None
     np.testing.assert_allclose(second, first, atol=0.03 if lossy else 1e-4, rtol=0)

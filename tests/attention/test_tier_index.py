@@ -68,7 +68,7 @@ def test_positions_of_steps_come_into_windows_and_rings():
     """As if every step had written them itself, but for rows that pause; rings shorter and longer than the block."""
     cache = filled("snapkv(budget=24, window=4)")
     plan, layer = views(cache)[0], cache.layers[0]
-    rng, room = np.random.default_rng(1), cache.room
+    rng, room = np.random.default_rng(1), cache.recent_size
     for n in (3, 4, 40):
         for first, fill in ((plan.stay, room), (plan.stay + 2, plan.stay + 3), (plan.stay, plan.stay)):
             old = np.full((ROWS, room), -1)

@@ -136,7 +136,7 @@ def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callab
     cache, _ = decode_loop.prefill(params, cache, jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :20].T:
         cache, got = decode_loop.step(params, cache, jnp.asarray(token))
-    while cache.fill >= cache.room:
+    while cache.fill >= cache.recent_size:
         cache, got = decode_loop.step(params, cache, jnp.asarray(FORCED[:, 20]))
     recent = cache.layers[0].recent
     assert (recent.k.shape[3], recent.v.shape[3]) == (model.head_dim, model.value_dim)

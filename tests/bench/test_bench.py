@@ -115,7 +115,7 @@ def test_bytes_of_a_step_by_hand(params, spec, sinks, slots, slot):
 def test_a_selector_reads_its_index_and_its_picks(params):
     cache = engines.Jkv(params, "quest(pages=3, page=8, dense_layers=1)").empty(256, 20)
     token, slots = 2 * H * D * 4, cache.plan[0].tiers[0].capacity
-    recent = sum(p.room for p in cache.plan) * (token + 4)
+    recent = sum(p.recent_size for p in cache.plan) * (token + 4)
     picked = 3 * 8 * (token + H * 4)  # the positions of the picks, head by head
     index = slots * 4 + slots // 8 * H * 2 * D * 4  # all positions, and bounds of every page
     assert measure.cache_bytes(cache) == recent + slots * (token + 4) + index + picked
@@ -126,7 +126,7 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
     engine = engines.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
     ids = np.random.default_rng(0).integers(0, 100, (2, 100))
     state, program, seconds = engine.full_window(ids, 16)
-    assert int(state.cache.fill) == state.cache.plan[0].room and state.cache.seen.tolist() == [100, 100]
+    assert int(state.cache.fill) == state.cache.plan[0].recent_size and state.cache.seen.tolist() == [100, 100]
     assert seconds > 0 and peak_bytes(program) > tree_bytes((params, state.cache))
     ready = speed.decode(engine, ids, 16)
     times = ready.trial()
@@ -255,7 +255,7 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     params = dataclasses.replace(params, tokenizer=commands.tokenizer())
     monkeypatch.setattr("jkv.io.load.load", lambda *_: params)
     monkeypatch.setattr("jkv.eval.corpora.text", lambda _: inspect.getsource(dataclasses))
-    sizes = ("--draft", "suffix", "--samples", 1, "--new", 12, "--rounds", 1)
+    sizes = ("--drafter", "suffix", "--samples", 1, "--new", 12, "--rounds", 1)
     result = call("bench", "drafts", *sizes, "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "x.json").read_text())["rows"]
@@ -264,12 +264,12 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     result = call("bench", "drafts", *sizes, "--batch", 2, "--context", 40, "--json", tmp_path / "y.json")
     (row,) = json.loads((tmp_path / "y.json").read_text())["rows"]
     assert row["kind"] == "2 texts of 40 tokens" and row["equal"] and row["tokens_alone"] >= row["tokens_a_pass"] >= 1
-    copies = ("--draft", "triforce(tokens=16)", "--new", 12, "--rounds", 1, "--batch", 2, "--context", 400)
+    copies = ("--drafter", "triforce(tokens=16)", "--new", 12, "--rounds", 1, "--batch", 2, "--context", 400)
     result = call("bench", "drafts", *copies, "--json", tmp_path / "z.json")
     (row,) = json.loads((tmp_path / "z.json").read_text())["rows"]
     assert row["equal"] and 0 < row["bytes_draft"] < row["bytes_kept"] / 4, result.output
     refused(call("bench", "drafts", *sizes, "--context", 2047), "context")
-    refused(call("bench", "drafts", "--draft", "sufix"), "did you mean 'suffix'")
+    refused(call("bench", "drafts", "--drafter", "sufix"), "did you mean 'suffix'")
 
 
 def test_sampling_writes_a_row_for_each_way(tmp_path):

@@ -79,7 +79,7 @@ def test_codes_on_disk_give_the_cache_and_tokens_of_codes_on_the_device(text: st
 
 def test_a_cache_on_disk_is_a_value_that_another_one_does_not_change(tmp_path):
     """Two continuations of one cache, each with flushes that write, in turns, and each as if it were alone."""
-    cache, logits = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, room=40)
+    cache, logits = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, reserve=40)
     assert disk_bytes(cache.layers) > host_bytes(cache.layers) == 0
     told = summary(cache).layers[0].parts[1]
     assert told.codes == cache.on_disk and 0 < told.scales < told.codes / 50  # numbers and sums of records
@@ -111,7 +111,7 @@ def test_a_saved_cache_goes_on_in_another_process_where_the_first_one_stopped(tm
 
 
 def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
-    cache, _ = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, room=40)
+    cache, _ = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, reserve=40)
     file = disk_pages.records(str(tmp_path)).file.fileno()
     os.pwrite(file, os.urandom(os.fstat(file).st_size), 0)
     with pytest.raises(OSError, match="overwritten by newer ones, or are damaged"):

@@ -64,7 +64,7 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     assert result.exit_code == 0 and result.stdout == "a\n" and "receipt" in result.stderr
     assert seen == dict(
         cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
-        repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, draft=None, store=None,
+        repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, drafter=None, prefix_cache=None,
     )  # fmt: skip
 
 

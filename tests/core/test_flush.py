@@ -97,7 +97,7 @@ def layouts() -> dict[str, LayerConfig]:
                 plan = resolve(config, MODEL, LONGEST, 0)[0]
                 kinds = [(t.unit > 1, t.share is not None, t.rope, t.evicts) for t in plan.tiers]
                 key = f"{kinds} {type(score).__name__} {plan.pooled}"
-                if key not in found or plan.room < found[key].room:  # whose flushes come soonest
+                if key not in found or plan.recent_size < found[key].room:  # whose flushes come soonest
                     found[key] = plan
     return found
 
@@ -127,7 +127,7 @@ LAYOUTS = layouts()
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=list(LAYOUTS))
 def test_no_live_token_is_lost_where_there_is_room(layout: int):
     plan = list(LAYOUTS.values())[layout]
-    rng, w = np.random.default_rng(layout), plan.room
+    rng, w = np.random.default_rng(layout), plan.recent_size
     layer, seen, flushed = empty_layer(plan, 1, MODEL, jnp.float32), 0, 0
     k = jnp.asarray(rng.standard_normal((1, H, LONGEST, D)), jnp.float32)
     waiting: list[int] = []

@@ -37,7 +37,7 @@ def test_text_that_follows_a_prompt_is_read_where_it_stands(monkeypatch: Any, na
     """`extend` gives one static argument of two; the tiers are read, and the recent window."""
     params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
     text = np.random.default_rng(0).integers(0, 100, 133).tolist()
-    cache, _ = jkv.prefill(params, "full", text[:100], room=64)
+    cache, _ = jkv.prefill(params, "full", text[:100], reserve=64)
     _, whole = jkv.prefill(params, "full", text)
     monkeypatch.setattr(kernels, "native", lambda: native)
     _, logits = jkv.extend(params, cache, text[100:])

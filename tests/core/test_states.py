@@ -122,11 +122,11 @@ def check_states(program, kind, out, params):
 @pytest.mark.slow
 @BOTH
 def test_chunks_and_extensions_give_the_same_state(params):
-    whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
-    parts, got = jkv.prefill(params, "full", PROMPTS, room=64, chunk=48)
+    whole, want = jkv.prefill(params, "full", PROMPTS, reserve=64)
+    parts, got = jkv.prefill(params, "full", PROMPTS, reserve=64, chunk=48)
     np.testing.assert_allclose(got, want, atol=1e-4)
     same(parts.states, whole.states)
-    begun, _ = jkv.prefill(params, "full", [PROMPTS[0][:150], PROMPTS[1][:3]], room=64)
+    begun, _ = jkv.prefill(params, "full", [PROMPTS[0][:150], PROMPTS[1][:3]], reserve=64)
     for i in range(3):  # some tokens wait when the rest comes, and of one row fewer than of the other
         begun, _ = decode_loop.step(params, begun, jnp.asarray([PROMPTS[0][150 + i], PROMPTS[1][2 + i] if i else -1]))
     assert begun.states[0].count.tolist() == [3, 2]
@@ -138,7 +138,7 @@ def test_chunks_and_extensions_give_the_same_state(params):
 @BOTH
 def test_single_steps_give_what_blocks_do(params):
     """Over several blocks, a row pausing in between."""
-    cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
+    cache, logits = jkv.prefill(params, "full", PROMPTS, reserve=64)
     out, _ = answered(params.config.family)
     for i in range(NEW):
         token = jnp.asarray([row[i] for row in out.tokens])
@@ -152,7 +152,7 @@ def test_single_steps_give_what_blocks_do(params):
 
 @BOTH
 def test_tokens_are_taken_back_and_read_again(params):
-    cache, _ = jkv.prefill(params, "full", PROMPTS, room=64)
+    cache, _ = jkv.prefill(params, "full", PROMPTS, reserve=64)
     kept = [cache]
     for i in range(6):
         kept.append(decode_loop.step(params, kept[-1], jnp.asarray([i, i + 1]))[0])
@@ -166,7 +166,7 @@ def test_tokens_are_taken_back_and_read_again(params):
 
 @BOTH
 def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
-    cache, logits = jkv.prefill(params, "full", PROMPTS, room=64)
+    cache, logits = jkv.prefill(params, "full", PROMPTS, reserve=64)
     cache, _ = decode_loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
     jkv.save_cache(cache, tmp_path / "cache", params)
     again = jkv.load_cache(tmp_path / "cache", params)

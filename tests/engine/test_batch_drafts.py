@@ -44,7 +44,7 @@ def job(tmp_path: Path, draft: str | None) -> Job:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(x) + "\n" for x in lines))
     return Job(
-        source=source, out=tmp_path / str(draft), params=PARAMS, config=methods.parse("int8"), batch=2, draft=draft
+        source=source, out=tmp_path / str(draft), params=PARAMS, config=methods.parse("int8"), batch=2, drafter=draft
     )
 
 
@@ -98,8 +98,10 @@ def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
             answers(job(tmp_path, draft))
         assert not (tmp_path / draft).exists()
     over = sharding.MeshPlan(sharding.parse_mesh("model=1", jax.devices(), PARAMS.config))
-    with pytest.raises(ValueError, match="--draft: guesses are verified on one device; leave out --mesh, or --draft"):
-        replace(job(tmp_path, "suffix"), over=over).drafter  # noqa: B018
+    with pytest.raises(
+        ValueError, match="--drafter: guesses are verified on one device; leave out --mesh, or --drafter"
+    ):
+        replace(job(tmp_path, "suffix"), over=over).batch_drafter  # noqa: B018
 
 
 def asked(n: int, tokens: list[int]) -> Request:

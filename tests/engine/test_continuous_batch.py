@@ -41,7 +41,7 @@ from jkv.methods.eviction import trained_gates
 from jkv.prompts import allocation, chunking
 from support import rig, stores
 from support.rig import PROMPT
-from support.stores import Killed, Store
+from support.stores import Killed, PrefixCache
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -137,7 +137,7 @@ def test_rows_whose_beginning_is_held_once_are_those_of_generate(
     """More beginnings than are held at a time, rows that go before others come, a stop on the way; less memory."""
     asked = [x | draws for x in beginnings(54)]
     calls = iter(range(999))
-    task = replace(job(tmp_path, asked, cache, draft=draft), batch=12)
+    task = replace(job(tmp_path, asked, cache, drafter=draft), batch=12)
     assert run(task, lambda: next(calls) == 2, nothing).stopped
     report = run(task, never, nothing)
     prompts, seeds = [x["tokens"] for x in asked], [x["seed"] for x in asked]
@@ -193,10 +193,10 @@ def test_killed_twenty_times_with_input_and_output_in_a_bucket(
     task = replace(local, source=epath.Path("gs://bucket/in.jsonl"), out=epath.Path("gs://bucket/out"))
     task.source.write_bytes(local.source.read_bytes())
     for kill in range(20):
-        Store.changes, Store.dies_at, Store.dead = 0, 1 + kill % 5 / 2, False
+        PrefixCache.changes, PrefixCache.dies_at, PrefixCache.dead = 0, 1 + kill % 5 / 2, False
         with pytest.raises(Killed):
             run(task, never, nothing)
-        Store.dies_at, Store.dead = None, False
+        PrefixCache.dies_at, PrefixCache.dead = None, False
         written(task)
     part = 1 < len(written(task)) < 15
     with monkeypatch.context() as patch, pytest.raises(OSError, match="another run of this job.*run the same command"):

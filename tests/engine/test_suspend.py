@@ -350,9 +350,9 @@ def test_rows_whose_beginning_is_held_once_go_on(
 
 @pytest.mark.parametrize("draft", ["suffix"])
 def test_a_job_with_drafts_goes_on_without_them_and_in_another_batch(tmp_path: Path, whole: Any, draft: str):
-    task = job(tmp_path, draft=draft, batch=3)
+    task = job(tmp_path, drafter=draft, batch=3)
     assert run(task, after(1), nothing).suspended == 3
-    assert run(replace(task, draft=None, batch=2), after(2), nothing).resumed >= 2
+    assert run(replace(task, drafter=None, batch=2), after(2), nothing).resumed >= 2
     assert run(task, never, nothing).resumed >= 1 and written(task) == whole
 
 

@@ -25,7 +25,7 @@ from jkv.eval.chunk_reuse import (
     times,
 )
 from jkv.methods import parse
-from jkv.prefix_cache.chunk_reuse import Passages
+from jkv.prefix_cache.chunk_reuse import ChunkCache
 from support.speaking import TINY, byte_tokenizer
 
 PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=2), 0, jnp.float32), tokenizer=byte_tokenizer())
@@ -33,7 +33,7 @@ PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=2), 0, jnp.floa
 
 def test_documents_are_all_there_before_the_first_prompt_that_counts():
     bed = documents(PARAMS, 3, 120, seed=1)
-    passages = Passages("pie")
+    passages = ChunkCache("pie")
     for x in bed:
         x.add(passages)
     assert len(passages.passages) == POOL and len(bed.measured) == 3 == len(bed.asked) - POOL // EACH
@@ -50,7 +50,7 @@ def test_edited_texts_are_found_again_but_for_their_edits():
     bed = edits(PARAMS, 3, 96, seed=0)
     assert [x.edits for x in bed] == [1, 4, 8]
     for x in bed:
-        passages = Passages("pie")
+        passages = ChunkCache("pie")
         x.add(passages)
         old = passages.passages[0].ids
         blocks = difflib.SequenceMatcher(None, list(old), x.ids, autojunk=False).get_matching_blocks()

@@ -74,7 +74,7 @@ def test_an_endless_text_beside_the_last_of_it(tmp_path):
     assert rows[0]["ppl"] == rows[0]["fresh"] != rows[2]["fresh"] != rows[2]["ppl"]
     assert f"{cache} after 1,184: perplexity {rows[2]['ppl']:.3f}" in done.stdout
 
-    held, logits = jkv.prefill(PARAMS, cache, [ids[:64].tolist()], room=2000)  # its context is 512
+    held, logits = jkv.prefill(PARAMS, cache, [ids[:64].tolist()], reserve=2000)  # its context is 512
     for start, end in ((64, 576), (576, 624), (624, 1136), (1136, 1184)):
         held, logits = jkv.extend(PARAMS, held, [ids[start:end].tolist()])
     lost = []

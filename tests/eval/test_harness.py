@@ -109,7 +109,7 @@ def test_a_question_that_is_not_seen_is_read_after_the_compression():
     seen, unseen = backend(), backend(question="unseen")
     asked = [request(context + question, " w7 w8"), request(context + question, " w9")]
     got = unseen.loglikelihood(asked)
-    cache, _ = jkv.prefill(TEXTS, CACHE, Words().encode(context), room=64)
+    cache, _ = jkv.prefill(TEXTS, CACHE, Words().encode(context), reserve=64)
     want = jkv.score(TEXTS, cache, Words().within(question), [[7, 8], [9]])
     assert [x for x, _ in got] == pytest.approx([x.logprob for x in want], abs=1e-3)
     assert [x for x, _ in got] != pytest.approx([x for x, _ in seen.loglikelihood(asked)], abs=1e-3)

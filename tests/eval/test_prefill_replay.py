@@ -55,7 +55,7 @@ def test_sharing_changes_no_cache(case: Case):
 
 @pytest.mark.parametrize("text", ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kvzip(budget=48)"])
 def test_prefills_are_those_of_generation_whatever_is_kept(text: str):
-    want, one = api.prefill(PARAMS, text, IDS, room=10), size(PARAMS, 2, 80)
+    want, one = api.prefill(PARAMS, text, IDS, reserve=10), size(PARAMS, 2, 80)
     for limit, kept in ((0, 0), (one, 1), (2 * one, 2)):
         prefill = Prefills(limit)
         got = [prefill(PARAMS, methods.parse(text), ids, 10) for ids in (IDS, IDS[::-1].copy()) * 2]
@@ -67,5 +67,5 @@ def test_prefills_are_those_of_generation_whatever_is_kept(text: str):
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)"])
 def test_prefills_of_latents_are_those_of_generation(text: str):
     """Whose values have another width than their queries."""
-    want = api.prefill(LATENT, text, IDS, room=10)
+    want = api.prefill(LATENT, text, IDS, reserve=10)
     same(Prefills(size(LATENT, 2, 80))(LATENT, methods.parse(text), IDS, 10), want)

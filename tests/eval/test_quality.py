@@ -57,7 +57,7 @@ def test_perplexity_of_the_full_cache_is_the_models_own(batch):
 def test_a_window_counts_for_as_many_steps_as_can_follow():
     """And not for the whole period of a method that cuts what it generates."""
     config = parse("rpc(window=3, period=1000)")
-    cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), room=16)
+    cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), reserve=16)
     found = quality.mean(quality.measure_usage(PARAMS, config, cache))
     assert found.kept == 1 and found.bytes < 1.5 * found.bytes_full
 
@@ -232,7 +232,7 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     task = tasks.TASKS["niah_single_1"]
     asked = tasks.examples(task.name, 300, 2, 0, experiments.count(params))
     prompts = [[*head, *tail] for head, tail in (quality.cut(params, e) for e in asked)]
-    whole, first = quality.prefill(params, "int8", prompts, room=64)
+    whole, first = quality.prefill(params, "int8", prompts, reserve=64)
 
     def score(cache: Cache) -> float:
         tokens = [first.argmax(-1).astype(jnp.int32)]

@@ -12,7 +12,7 @@ import pytest
 
 from jkv.eval.store_replay import Visit, continued, encoder, moments, order, pauses, replay, rows, trace
 from jkv.io.errors import FormatError
-from jkv.prefix_cache.store import BLOCK, HEADER, Store, chain
+from jkv.prefix_cache.store import BLOCK, HEADER, PrefixCache, chain
 from jkv.prefix_cache.store_eviction import Entry, Evict, Learned
 
 pytest.importorskip("optax")
@@ -87,10 +87,10 @@ def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch
     for part in ("prefix_cache.store", "eval.store_replay"):
         monkeypatch.setattr(f"jkv.{part}.AT_ONCE", 8)
     record = {"k": np.zeros(16_000, np.float32)}
-    Store(tmp_path / "one").put("", [1] * BLOCK, lambda i: record)
+    PrefixCache(tmp_path / "one").put("", [1] * BLOCK, lambda i: record)
     size = next((tmp_path / "one").glob("*.kv")).stat().st_size
     for evict in (Evict(), Labelled(visits)):
-        store = Store(tmp_path / type(evict).__name__, blocks * size + 6 * HEADER)
+        store = PrefixCache(tmp_path / type(evict).__name__, blocks * size + 6 * HEADER)
         store.evict = evict
         for x, clock[0] in zip(visits, moments(visits), strict=True):
             whole = x.ids[: len(x.names) * BLOCK]

@@ -78,14 +78,14 @@ WRONG = {
     "stop_ids": [x for x in NO_COUNT if x is not None] + [[100], [10**9], [-2], [[1]], "ab", (x for x in IDS)],
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
     "n": [*NO_COUNT, 0, [2]],
-    "draft": [5, "prefix", [], ["suffix", "recycle"]],
-    "store": [5, "folder", True],
+    "drafter": [5, "prefix", [], ["suffix", "recycle"]],
+    "prefix_cache": [5, "folder", True],
     "sampling": [5, "greedy", {"temperature": 1.0}],
     "compare": [None, 1, "yes", [True]],
-    "until": [5, "f", [None]],
-    "room": [x for x in NO_COUNT if x is not None] + [[1]],
+    "stop_fn": [5, "f", [None]],
+    "reserve": [x for x in NO_COUNT if x is not None] + [[1]],
 }  # fmt: skip
-OPTIONS = [name for name in WRONG if name not in ("params", "cache", "prompt", "room")]
+OPTIONS = [name for name in WRONG if name not in ("params", "cache", "prompt", "reserve")]
 
 
 def refused(name, call, *args, **options):
@@ -104,7 +104,7 @@ def test_what_an_argument_cannot_be_is_refused_by_its_name(call, name, monkeypat
         refused(name, call, given.pop("params"), given.pop("cache"), given.pop("prompt"), **given)
 
 
-@pytest.mark.parametrize("name", ["params", "cache", "prompt", "room", "chunk"])
+@pytest.mark.parametrize("name", ["params", "cache", "prompt", "reserve", "chunk"])
 def test_prefill_and_extend_refuse_by_name_too(name):
     for x in WRONG[name]:
         given = {"params": PARAMS, "cache": "full", "prompt": IDS} | {name: x}
@@ -142,7 +142,7 @@ def test_sampling_params_stand_for_the_keywords():
 def test_every_option_is_in_the_table():
     import inspect
 
-    assert set(WRONG) - {"room"} == set(inspect.signature(jkv.generate).parameters)
+    assert set(WRONG) - {"reserve"} == set(inspect.signature(jkv.generate).parameters)
     refused("temprature", jkv.stream, PARAMS, None, IDS, temprature=1.0)
 
 
@@ -191,7 +191,7 @@ def test_a_stop_text_is_one_text(call):
 def test_tokens_without_end_are_refused_before_tables_of_them_are_made(call):
     for new in (LONGEST, 10**6 + 10**5, 10**9, 1 << 40):
         refused("max_new_tokens", call, PARAMS, "streaming(budget=40)", IDS, max_new_tokens=new)
-    refused("room", jkv.prefill, PARAMS, "streaming(budget=40)", IDS, room=10**9)
+    refused("reserve", jkv.prefill, PARAMS, "streaming(budget=40)", IDS, reserve=10**9)
     cache, _ = jkv.prefill(PARAMS, "streaming(budget=40)", IDS)
     refused("max_new_tokens", jkv.generate, PARAMS, cache, IDS, max_new_tokens=10**9)
 
@@ -201,10 +201,10 @@ def test_a_cache_goes_on_as_far_as_its_positions():
     ids = [(7 * i) % 97 for i in range(100)]
     bound, _ = jkv.prefill(PARAMS, "h2o(budget=48)", ids)
     refused("context is 512", jkv.generate, PARAMS, bound, IDS, max_new_tokens=450)
-    cache, _ = jkv.prefill(PARAMS, "streaming(budget=40)", ids[:97], room=0)
+    cache, _ = jkv.prefill(PARAMS, "streaming(budget=40)", ids[:97], reserve=0)
     on = jkv.generate(PARAMS, cache, ids[97:], max_new_tokens=500, stop_ids=())
     longer = models.random(dict(models.TINY, num_hidden_layers=1, max_position_embeddings=1024))
-    cache, _ = jkv.prefill(longer, "streaming(budget=40)", ids[:97], room=0)
+    cache, _ = jkv.prefill(longer, "streaming(budget=40)", ids[:97], reserve=0)
     want = jkv.generate(longer, cache, ids[97:], max_new_tokens=500, stop_ids=())
     assert on.tokens == want.tokens
     np.testing.assert_allclose(on.logits, want.logits, atol=1e-5)

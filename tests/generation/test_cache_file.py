@@ -26,7 +26,7 @@ TEXT = "snapkv(budget=20, window=4) | int8"
 
 @pytest.fixture(scope="module")
 def cache() -> jkv.Cache:
-    return jkv.prefill(PARAMS, TEXT, [[5, 6, 7] * 10], room=4)[0]
+    return jkv.prefill(PARAMS, TEXT, [[5, 6, 7] * 10], reserve=4)[0]
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ MEASURED = [  # by a statistic of the prompt: sizes of layers, of first tiers, a
 
 @pytest.mark.parametrize("text", MEASURED)
 def test_sizes_that_a_prompt_decided_are_those_of_the_file(tmp_path, text):
-    cache = jkv.prefill(tiny.PARAMS, text, [[5, 6, 7] * 10, [8, 9] * 12], room=4)[0]
+    cache = jkv.prefill(tiny.PARAMS, text, [[5, 6, 7] * 10, [8, 9] * 12], reserve=4)[0]
     jkv.save_cache(cache, tmp_path / "c", tiny.PARAMS)
     again = jkv.load_cache(tmp_path / "c", tiny.PARAMS)
     assert same(again, cache) and [x.size for x in again.plan] == [x.size for x in cache.plan]
@@ -170,7 +170,7 @@ CASES = [
 
 @pytest.mark.parametrize(("params", "text"), CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params, text):
-    cache = jkv.prefill(params, text, [[5, 6, 7] * 10, [8] * 25], room=4)[0]
+    cache = jkv.prefill(params, text, [[5, 6, 7] * 10, [8] * 25], reserve=4)[0]
     jkv.save_cache(cache, tmp_path / "c", params)
     assert same(jkv.load_cache(tmp_path / "c", params), cache)
     whole, names = (tmp_path / "c").read_bytes(), integers(cache)

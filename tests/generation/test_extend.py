@@ -59,7 +59,7 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
         return
     for i in range(ANSWER):
         answered, _ = decode_loop.step(params, answered, jnp.asarray(rig.FORCED[:, i]))
-    assert int(answered.fill) < int(answered.room) and (answered.counts.generated == ANSWER).all()
+    assert int(answered.fill) < int(answered.recent_size) and (answered.counts.generated == ANSWER).all()
     for cache in (after, answered):
         now = held(cache)
         assert (now | ~was).all() if cache is after or share == 1 else now.any()
@@ -70,14 +70,14 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
 def test_a_question_has_room_or_is_refused():
     rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
     for text in ("kvzip(budget=32)", "snapkv(budget=32, window=8) | append"):
-        cache, _ = jkv.prefill(PARAMS, text, rows, room=20)
+        cache, _ = jkv.prefill(PARAMS, text, rows, reserve=20)
         cache, _ = jkv.extend(PARAMS, cache, [[1, 2, 3, 4]] * 2)
         np.testing.assert_array_equal(np.asarray(cache.kept()).mean((0, 2)), 36)
-        with pytest.raises(ValueError, match="room for 20 tokens on top of its budget.*hold 21.*larger room="):
+        with pytest.raises(ValueError, match="room for 20 tokens on top of its budget.*hold 21.*larger reserve="):
             jkv.generate(PARAMS, cache, [[5, 6, 7]] * 2, max_new_tokens=14)
         out = jkv.generate(PARAMS, cache, [[5, 6, 7]] * 2, max_new_tokens=13, stop_ids=())
         assert np.asarray(out.cache.kept()).mean((0, 2)).max() <= 32 + 20
-    cache, _ = jkv.prefill(PARAMS, "snapkv(budget=32, window=8)", rows, room=20)
+    cache, _ = jkv.prefill(PARAMS, "snapkv(budget=32, window=8)", rows, reserve=20)
     assert np.asarray(jkv.extend(PARAMS, cache, [[5] * 40] * 2)[0].kept()).max() <= 32
 
 
@@ -85,5 +85,5 @@ def test_a_question_has_room_or_is_refused():
 def test_what_holds_every_token_is_refused_more_than_it_was_made_for(text: str):
     rows = [[t % 90 for t in range(3, 63)]]
     out = jkv.generate(PARAMS, text, rows, max_new_tokens=16, stop_ids=())
-    with pytest.raises(ValueError, match="prefill with a larger room="):
+    with pytest.raises(ValueError, match="prefill with a larger reserve="):
         jkv.generate(PARAMS, out.cache, [[5] * 80], max_new_tokens=64, stop_ids=())

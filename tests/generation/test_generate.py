@@ -77,19 +77,19 @@ def test_a_stop_token_ends_its_row_alone(params):
 
 @pytest.mark.parametrize("draft", [None, "suffix"])
 def test_a_row_that_ends_before_others_keeps_its_logits(params, draft):
-    """Those of the row alone, in the result and at every look of `until`."""
+    """Those of the row alone, in the result and at every look of `stop_fn`."""
     how = dict(max_new_tokens=40, temperature=1.5)
     free = jkv.generate(params, None, PROMPTS, stop_ids=(), seed=[0, 1], **how)
     stops = [free.tokens[0][4], free.tokens[1][21]]  # in the first block, and in the second
     seen = {}
 
     def run(which):
-        def until(cache, logits, tokens):
+        def stop_fn(cache, logits, tokens):
             seen.setdefault(len(which), []).append(np.asarray(logits))
             return False
 
         prompts, seeds = [PROMPTS[i] for i in which], [(0, 1)[i] for i in which]
-        return jkv.generate(params, None, prompts, stop_ids=stops, seed=seeds, until=until, draft=draft, **how)
+        return jkv.generate(params, None, prompts, stop_ids=stops, seed=seeds, stop_fn=stop_fn, drafter=draft, **how)
 
     both, alone = run([0, 1]), [run([i]) for i in range(2)]
     assert both.tokens == [x.tokens[0] for x in alone] and len(both.tokens[0]) <= 5 < 16 < len(both.tokens[1]) <= 22
@@ -100,19 +100,19 @@ def test_a_row_that_ends_before_others_keeps_its_logits(params, draft):
 def test_a_callback_ends_rows_between_blocks(params):
     asked, options = [], dict(max_new_tokens=20, stop_ids=())
 
-    def until(cache, logits, tokens):
+    def stop_fn(cache, logits, tokens):
         asked.append((cache.seen.tolist(), np.asarray(logits).argmax(-1).tolist(), [len(t) for t in tokens]))
         return [len(tokens[0]) >= 16, False]
 
     free = jkv.generate(params, None, PROMPTS, **options).tokens
-    out = jkv.generate(params, None, PROMPTS, until=until, **options)
+    out = jkv.generate(params, None, PROMPTS, stop_fn=stop_fn, **options)
     assert out.tokens == [free[0][:16], free[1]] and out.cache.seen.tolist() == [70 + 16, 41 + 20]
     assert asked[0] == ([70 + 16, 41 + 16], [t[16] for t in free], [16, 16]) and asked[1][2] == [16, 20]
 
 
 def test_chunks_prefill_the_same_cache(params):
-    whole, want = jkv.prefill(params, "full", PROMPTS, room=64)
-    parts, got = jkv.prefill(params, "full", PROMPTS, room=64, chunk=16)
+    whole, want = jkv.prefill(params, "full", PROMPTS, reserve=64)
+    parts, got = jkv.prefill(params, "full", PROMPTS, reserve=64, chunk=16)
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert (parts.seen == whole.seen).all()
 
@@ -133,7 +133,7 @@ def test_a_prompt_longer_than_the_context_is_refused(params):
 
 
 def test_going_on_from_a_cache_leaves_it_as_it_was(params):
-    cache, _ = jkv.prefill(params, "h2o(budget=48)", [PROMPTS[0]], room=128)
+    cache, _ = jkv.prefill(params, "h2o(budget=48)", [PROMPTS[0]], reserve=128)
     first = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
     again = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
     assert first.tokens == again.tokens
@@ -260,10 +260,10 @@ def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens)
     options: dict = dict(max_new_tokens=4, stop_ids=())
     for text in ("full", "int8", "snapkv(budget=48)"):
         report = jkv.generate(params, text, [3] * tokens, **options).receipt
-        full = jkv.prefill(params, "full", [3] * tokens, room=64)[0].nbytes
+        full = jkv.prefill(params, "full", [3] * tokens, reserve=64)[0].nbytes
         half = jkv.models.random(params.config, 0, jnp.bfloat16)
         assert report.bytes_full == full and report.dtype == "float32"
-        assert report.bytes_bfloat16 == jkv.prefill(half, "full", [3] * tokens, room=64)[0].nbytes < full
+        assert report.bytes_bfloat16 == jkv.prefill(half, "full", [3] * tokens, reserve=64)[0].nbytes < full
         assert text != "full" or report.ratio == 1
         word = "smaller" if report.ratio >= 1 else "larger"
         half_word = "smaller" if report.ratio_bfloat16 >= 1 else "larger"
@@ -282,8 +282,8 @@ def test_a_longer_prompt_has_a_higher_peak_and_a_chunk_a_lower_one(params):
 
 
 def test_bytes_budget_is_a_ceiling(params):
-    cache, _ = jkv.prefill(params, "knorm(bytes='60kB')", [PROMPTS[0] * 4], room=32)
-    larger, _ = jkv.prefill(params, "knorm(bytes='80kB')", [PROMPTS[0] * 4], room=32)
+    cache, _ = jkv.prefill(params, "knorm(bytes='60kB')", [PROMPTS[0] * 4], reserve=32)
+    larger, _ = jkv.prefill(params, "knorm(bytes='80kB')", [PROMPTS[0] * 4], reserve=32)
     assert 50_000 < cache.nbytes <= 60_000 < larger.nbytes <= 80_000
 
 

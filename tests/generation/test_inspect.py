@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_cache(cache):
 @pytest.mark.parametrize("text", ["knorm(budget=40) | int8", "knorm(budget=40) | pooled"])
 def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
     """Of all keys, in order: the norms of those that a smaller cache keeps, and which they are."""
-    whole, _ = jkv.prefill(PARAMS, jkv.parse("knorm(budget=40)").uncompressed(120), [IDS, IDS[:70]], room=0)
+    whole, _ = jkv.prefill(PARAMS, jkv.parse("knorm(budget=40)").uncompressed(120), [IDS, IDS[:70]], reserve=0)
     cache, _ = jkv.prefill(PARAMS, text, [IDS, IDS[:70]])
     mask, norms, first = inspect.mask(cache), inspect.column(cache, "k_norm"), cache.plan[0].sinks
     np.testing.assert_array_equal(mask.sum(-1), cache.kept())

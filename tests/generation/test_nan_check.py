@@ -76,11 +76,11 @@ def test_a_stream_says_it_before_any_text():
 @pytest.mark.parametrize("draft", ["suffix", "recycle"])
 def test_drafts_end_it_at_the_same_token(draft: str, told: list[int], monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=f"row 0: {SAID}"):
-        jkv.generate(BROKEN, "full", [PROMPT, OTHER], max_new_tokens=NEW, stop_ids=(), draft=draft)
+        jkv.generate(BROKEN, "full", [PROMPT, OTHER], max_new_tokens=NEW, stop_ids=(), drafter=draft)
     monkeypatch.setattr(Pace, "width", lambda *_: 4)  # so a pass comes first
     nothing = replace(PARAMS, head=PARAMS.head.at[3].set(jnp.nan))
     with pytest.raises(ValueError, match="row 0: the logits after 0 new tokens are NaN.*head of the weights"):
-        jkv.generate(nothing, "full", [PROMPT, OTHER], max_new_tokens=NEW, draft=draft)
+        jkv.generate(nothing, "full", [PROMPT, OTHER], max_new_tokens=NEW, drafter=draft)
     assert (draft == "recycle" or WANT[0][AT] in told) and min(told, default=0) >= 0
 
 
@@ -106,7 +106,7 @@ def test_a_job_answers_the_other_rows(tmp_path: Path, draft: str | None, told: l
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"tokens": x, "max_new_tokens": NEW}) + "\n" for x in (PROMPT, OTHER)))
     config = methods.parse("full")
-    task = Job(source=source, out=tmp_path / "out", params=BROKEN, config=config, batch=2, draft=draft)
+    task = Job(source=source, out=tmp_path / "out", params=BROKEN, config=config, batch=2, drafter=draft)
     run(task, lambda: False, lambda *_: None)
     lines = [json.loads(x) for x in next(task.out.glob("rows-*.jsonl")).read_text().splitlines()]
     lost, fine = sorted(lines, key=lambda x: x["line"])

@@ -49,7 +49,7 @@ def test_answers_to_several_prompts_lie_beside_each_other(read):
 
 
 def test_answers_after_a_cache_leave_it_as_it_was():
-    cache, _ = jkv.prefill(PARAMS, "int8", PROMPTS[0], room=64)
+    cache, _ = jkv.prefill(PARAMS, "int8", PROMPTS[0], reserve=64)
     before = jax.tree.map(np.asarray, cache.layers)
     out = jkv.generate(PARAMS, cache, PROMPTS[1][:20], n=2, **DRAWN)
     assert out.tokens[0] == jkv.generate(PARAMS, cache, PROMPTS[1][:20], **DRAWN).tokens and len(out.tokens) == 2

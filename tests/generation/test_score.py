@@ -36,7 +36,7 @@ def test_of_a_compressed_cache_they_are_what_it_generates_by(cache: str):
     other = [*new[:20], (new[20] + 1) % 100]
     got = jkv.score(PARAMS, cache, PROMPT, [new, other])
     assert [x.greedy for x in got] == [True, False] and got[0].kept == 24 < got[0].seen
-    held, logits = jkv.prefill(PARAMS, cache, PROMPT, room=len(new))
+    held, logits = jkv.prefill(PARAMS, cache, PROMPT, reserve=len(new))
     for i, token in enumerate(new):
         assert got[0].logprobs[i] == pytest.approx(float(jax.nn.log_softmax(logits)[0, token]), abs=1e-4)
         held, logits = jkv.step(PARAMS, held, jnp.asarray([token]))
@@ -94,6 +94,6 @@ def test_what_cannot_be_scored_is_refused_by_name(prompt, after, message: str):
 
 
 def test_a_cache_without_room_for_the_continuation_is_refused():
-    held, _ = jkv.prefill(PARAMS, "int8", PROMPT, room=8)
-    with pytest.raises(ValueError, match="prefill with a larger room"):
+    held, _ = jkv.prefill(PARAMS, "int8", PROMPT, reserve=8)
+    with pytest.raises(ValueError, match="prefill with a larger reserve"):
         jkv.score(PARAMS, held, [5], [7] * 200)

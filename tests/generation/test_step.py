@@ -22,7 +22,7 @@ TEXT = "snapkv(budget=384, window=8) | int4"  # tiers that are larger than anyth
 
 @pytest.fixture(scope="module")
 def cache() -> jkv.Cache:
-    return jkv.prefill(PARAMS, TEXT, PROMPT, room=430)[0]
+    return jkv.prefill(PARAMS, TEXT, PROMPT, reserve=430)[0]
 
 
 def test_a_step_copies_no_tier(cache):
@@ -94,13 +94,15 @@ def test_steps_go_into_a_program_of_the_callers_own(cache):
 @pytest.mark.parametrize("text", ["full", "int4", "h2o(budget=90)", "snapkv(budget=32, window=8) | append"])
 def test_a_step_that_a_cache_has_no_room_for_is_refused(text: str):
     """What holds every token would lose one, and say nothing; a row that pauses needs no room."""
-    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0][:40], PROMPT[1][:38]], room=20)
-    with pytest.raises(ValueError, match=r"(room for 20 tokens|made for \d+ tokens) .*would hold \d+: .*larger room="):
+    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0][:40], PROMPT[1][:38]], reserve=20)
+    with pytest.raises(
+        ValueError, match=r"(room for 20 tokens|made for \d+ tokens) .*would hold \d+: .*larger reserve="
+    ):
         for _ in range(61):
             cache, _ = jkv.step(PARAMS, cache, TOKEN)
     steps = int(cache.seen[0]) - 40  # nothing was taken from the caller
     assert 20 <= steps < 60 and cache.seen.tolist() == [40 + steps, 38 + steps]
-    with pytest.raises(ValueError, match="larger room="):
+    with pytest.raises(ValueError, match="larger reserve="):
         jkv.branch(PARAMS, cache, TOKEN)
     if "append" not in text:  # both rows have as many tokens on top
         after, _ = jkv.branch(PARAMS, cache, jnp.array([-1, 4]))
@@ -116,7 +118,7 @@ def test_steps_end_with_the_context_but_where_positions_are_relative():
     with pytest.raises(ValueError, match="64 tokens and 1 more are asked for, 65 in all; the model's context is 64"):
         for _ in range(25):
             cache, _ = jkv.step(short, cache, TOKEN[:1])
-    cache, logits = jkv.prefill(short, text, rows, room=24)
+    cache, logits = jkv.prefill(short, text, rows, reserve=24)
     found = []
     for _ in range(60):
         found.append(int(logits[0].argmax()))
@@ -136,8 +138,8 @@ def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):
     """Those of the row alone, of as many of its tokens: another row's steps, and the flushes between, take none."""
     rng = np.random.default_rng(5)
     said = rng.integers(3, 90, (2, 60))
-    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], room=80)
-    alone, _ = jkv.prefill(PARAMS, text, [PROMPT[0]], room=80)
+    cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], reserve=80)
+    alone, _ = jkv.prefill(PARAMS, text, [PROMPT[0]], reserve=80)
     for i in range(40):
         token = np.where([i < steps, True], said[:, i], -1)
         cache, _ = jkv.step(PARAMS, cache, jnp.asarray(token, jnp.int32))
@@ -154,8 +156,8 @@ def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):
 def test_a_shorter_text_of_a_batch_keeps_older_queries(text: str):
     """And what is asked after a pause is found: a row's cache after it is that of the row alone."""
     more = [[7, 8, 9], list(range(20, 60))]
-    both, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], room=80)[0], more)
-    one, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0]], room=80)[0], more[:1])
+    both, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], reserve=80)[0], more)
+    one, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0]], reserve=80)[0], more[:1])
     for got, want in zip(both.layers, one.layers, strict=True):
         np.testing.assert_array_equal(got.queries.aged().pos[0], want.queries.aged().pos[0])
         np.testing.assert_array_equal(np.sort(got.tiers[0].pos[0]), np.sort(want.tiers[0].pos[0]))
@@ -163,7 +165,7 @@ def test_a_shorter_text_of_a_batch_keeps_older_queries(text: str):
 
 def test_queries_of_a_row_that_pauses_are_counted_once():
     """A flush adds the attention of what came since the last one, and the ring has older queries too."""
-    cache, _ = jkv.prefill(PARAMS, "h2o(budget=100)", PROMPT, room=80)
+    cache, _ = jkv.prefill(PARAMS, "h2o(budget=100)", PROMPT, reserve=80)
     sums = []
     for i in range(60):
         cache, _ = jkv.step(PARAMS, cache, jnp.array([5 if i < 5 else -1, 7], jnp.int32))

@@ -79,7 +79,7 @@ def test_generate_a_stream_drafts_and_a_job_end_at_the_same_token(tmp_path: Path
     want = free[: length(free, stop)]
     assert len(want) % 16 and len(want) < NEW
     plain = jkv.generate(PARAMS, "full", PROMPT, stop=stop, **HOW)
-    drafted = jkv.generate(PARAMS, "full", PROMPT, stop=stop, draft="suffix", **HOW)
+    drafted = jkv.generate(PARAMS, "full", PROMPT, stop=stop, drafter="suffix", **HOW)
     compared = jkv.generate(PARAMS, "full", PROMPT, stop=stop, compare=True, **HOW)
     stream = jkv.stream(PARAMS, "full", PROMPT, stop=stop, **HOW)
     pieces = []

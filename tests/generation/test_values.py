@@ -130,14 +130,14 @@ def test_forks_of_a_row_repeat_it(params):
 
 
 def test_extend_is_prefill_of_the_whole(params):
-    cache, _ = jkv.prefill(params, "full", PROMPT, room=128)
+    cache, _ = jkv.prefill(params, "full", PROMPT, reserve=128)
     more = [[5, 6, 7], [8, 9, 10, 11, 12]]
     _, logits = jkv.extend(params, cache, more)
-    whole, want = jkv.prefill(params, "full", [a + b for a, b in zip(PROMPT, more, strict=True)], room=128)
+    whole, want = jkv.prefill(params, "full", [a + b for a, b in zip(PROMPT, more, strict=True)], reserve=128)
     np.testing.assert_allclose(logits, want, atol=1e-5)
 
 
 def test_extend_beyond_the_room_is_refused(params):
-    cache, _ = jkv.prefill(params, "full", PROMPT, room=16)
-    with pytest.raises(ValueError, match="larger room="):
+    cache, _ = jkv.prefill(params, "full", PROMPT, reserve=16)
+    with pytest.raises(ValueError, match="larger reserve="):
         jkv.extend(params, cache, [[1] * 100, [1] * 100])

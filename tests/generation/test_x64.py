@@ -43,9 +43,9 @@ def test_drawn_tokens_are_those_without_it():
 
 @pytest.mark.slow
 def test_drafts_are_those_without_it():
-    want = jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, draft="suffix").tokens
+    want = jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, drafter="suffix").tokens
     with jax.enable_x64(True):
-        assert jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, draft="suffix").tokens == want
+        assert jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, drafter="suffix").tokens == want
 
 
 def test_every_public_function_runs_in_32_bits():

@@ -186,9 +186,9 @@ def test_a_cache_goes_on_after_a_save(tmp_path: Path):
     spec = "snapkv(budget=40, window=8) | int8"
     whole = jkv.generate(p, spec, ids, max_new_tokens=12)
     assert whole.receipt.weights == "bitstack, int8" and whole.receipt.bytes_weights == tree_bytes(p) <= 2 * least()
-    drafted = jkv.generate(p, "full", ids, max_new_tokens=12, draft="suffix")
+    drafted = jkv.generate(p, "full", ids, max_new_tokens=12, drafter="suffix")
     assert drafted.tokens == jkv.generate(p, "full", ids, max_new_tokens=12).tokens
-    cache, _ = jkv.prefill(p, spec, [ids], room=16)
+    cache, _ = jkv.prefill(p, spec, [ids], reserve=16)
     jkv.save_cache(cache, tmp_path / "c.safetensors", p)
     again = jkv.load_cache(tmp_path / "c.safetensors", p)
     assert all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (cache, again)), strict=True))

@@ -45,4 +45,4 @@ def test_a_page_counts_what_the_last_queries_paid_it():
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        jkv.prefill(PARAMS, text, ROWS, room=16)
+        jkv.prefill(PARAMS, text, ROWS, reserve=16)

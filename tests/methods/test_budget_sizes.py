@@ -108,7 +108,7 @@ def test_bytes_are_filled_and_not_exceeded(name: str):
 def test_what_was_asked_is_what_a_prompt_leaves(name: str, form: str):
     plain = planned(f"snapkv(budget={2 * TOKENS}, window=8)", LENGTH + 64, 64)[1]
     asked = {"keep": f"keep={KEEP}", "bytes": f"bytes={tree_bytes(plain)}"}[form]
-    cache, _ = jkv.prefill(PARAMS, written(name, asked), [IDS], room=64)
+    cache, _ = jkv.prefill(PARAMS, written(name, asked), [IDS], reserve=64)
     kept = np.asarray(cache.kept())[:, 0].mean(1)
     if form == "keep":
         mine = divided(cache.plan)
@@ -203,6 +203,6 @@ def test_upper_layers_get_what_lower_ones_cannot_fill(layers: int, group: int, m
 def test_a_budget_that_a_short_row_fills_is_filled(name: str):
     """Most of a text, divided: layers that want more than the text leave it to the others."""
     text = written(name, "budget=100")
-    cache, _ = jkv.prefill(PARAMS, text, [IDS[:112]], room=0)
+    cache, _ = jkv.prefill(PARAMS, text, [IDS[:112]], reserve=0)
     kept = [n for n, own in zip(np.asarray(cache.kept())[:, 0].mean(1), divided(cache.plan), strict=True) if own]
     assert np.mean(kept) == 100 or cache.plan[0].expires

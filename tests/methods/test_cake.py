@@ -91,4 +91,4 @@ def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        jkv.prefill(PARAMS, text, ROWS, room=16)
+        jkv.prefill(PARAMS, text, ROWS, reserve=16)

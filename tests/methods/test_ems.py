@@ -100,4 +100,4 @@ def test_an_even_score_is_one_on_average():
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        jkv.prefill(PARAMS, text, ROWS, room=16)
+        jkv.prefill(PARAMS, text, ROWS, reserve=16)

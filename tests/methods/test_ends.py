@@ -85,7 +85,7 @@ def test_kernels_are_given_what_lies_between_the_ends(codec: Codec):
 
 def prompted(config: CacheConfig) -> Cache:
     prompts = [[(7 * i * i + 3 * i) % 97 for i in range(61)], [(11 * i) % 89 for i in range(43)]]
-    return jkv.prefill(PARAMS, config, prompts, room=30)[0]
+    return jkv.prefill(PARAMS, config, prompts, reserve=30)[0]
 
 
 def decoded(cache: Cache) -> Cache:

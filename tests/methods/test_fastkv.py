@@ -86,7 +86,7 @@ def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred(
 
 @pytest.mark.slow
 def test_what_follows_a_prompt_goes_on_whole():
-    cache, _ = jkv.prefill(PARAMS, TEXT, ROWS, room=64)
+    cache, _ = jkv.prefill(PARAMS, TEXT, ROWS, reserve=64)
     more, logits = jkv.extend(PARAMS, cache, [[5, 6, 7, 8] * 5, [9, 10] * 6])
     assert more.seen.tolist() == [LENGTHS[0] + 20, LENGTHS[1] + 12] and np.isfinite(np.asarray(logits)).all()
     new = [set(np.asarray(more.layers[1].recent.pos[i]).tolist()) for i in range(2)]

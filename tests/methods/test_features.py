@@ -121,7 +121,7 @@ def test_words_are_those_of_bm25():
 def shortened(rows: list[list[int]], text: str) -> list[list[int]]:
     config = parse(text)
     assert isinstance(config.prefill, PromptCompression)
-    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, room=0, cost=Cost()))
+    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost()))
 
 
 @pytest.mark.parametrize(("window", "span", "lexical"), [(8, 8, 0.25), (12, 5, 0.0), (6, 7, 1.0)])

@@ -103,9 +103,9 @@ def test_a_cache_holds_what_the_plan_gives_each_layer(tmp_path):
     texts = ("snapkv(keep=0.25, window=8)", "snapkv(keep=1.0, window=8) | int8")
     made = folder(tmp_path, texts, keys=(1, 0), values=(1, 0), budgets=(0, 1))
     ids = np.random.default_rng(0).integers(0, MODEL.vocab, (1, 80)).tolist()
-    cache, _ = prefill(PARAMS, f"planned(plan={made!r})", ids, room=16)
+    cache, _ = prefill(PARAMS, f"planned(plan={made!r})", ids, reserve=16)
     assert np.asarray(cache.kept())[:, 0].tolist() == [[20] * MODEL.heads, [80] * MODEL.heads]
-    with pytest.raises(ValueError, match="prefill with a larger room="):  # the upper layer would lose tokens
+    with pytest.raises(ValueError, match="prefill with a larger reserve="):  # the upper layer would lose tokens
         extend(PARAMS, cache, [ids[0] * 2])
 
 

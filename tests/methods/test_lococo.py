@@ -70,7 +70,7 @@ def test_without_a_share_the_heavy_stay_as_they_are():
     assert isinstance(config.merge, Mixtures) and config.merge.gate is not None
     blend = replace(config.merge.gate, share=jnp.zeros(2))
     config = replace(config, merge=replace(config.merge, gate=blend))
-    cache = jkv.prefill(PARAMS, config, IDS[:, :40], room=4)[0]
+    cache = jkv.prefill(PARAMS, config, IDS[:, :40], reserve=4)[0]
     _, k, v = first_layer(IDS)
     for head in range(H):
         for t, (own_k, own_v) in stored(cache, head).items():

@@ -115,8 +115,8 @@ def test_nothing_of_a_probe_stays(text):
     full, all_kept = (jkv.generate(PARAMS, t, ROWS, **new) for t in ("full", text.format(200)))
     assert all_kept.tokens == full.tokens
     np.testing.assert_allclose(all_kept.logits, full.logits, atol=1e-4)
-    cache, logits = jkv.prefill(PARAMS, text.format(24), ROWS, room=16)
-    np.testing.assert_array_equal(logits, jkv.prefill(PARAMS, "full", ROWS, room=16)[1])
+    cache, logits = jkv.prefill(PARAMS, text.format(24), ROWS, reserve=16)
+    np.testing.assert_array_equal(logits, jkv.prefill(PARAMS, "full", ROWS, reserve=16)[1])
     assert cache.seen.tolist() == cache.prompt.tolist() == [60, 73]
     assert cache.kept().sum((0, 2)).tolist() == [24 * H * L] * 2
     dense = rig.dense_prompt(pad(ROWS, 73))[1]
@@ -148,11 +148,11 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     long = [[1] * 500]
     monkeypatch.setattr(Prompts, "dense", lambda self: pytest.fail("the prompt was read first"))
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):
-        jkv.prefill(PARAMS, "dapq(budget=40, tokens=31)", long, room=0)
+        jkv.prefill(PARAMS, "dapq(budget=40, tokens=31)", long, reserve=0)
     with pytest.raises(ValueError, match="1000 tokens.*take a smaller piece="):
-        jkv.prefill(PARAMS, "kvzip(budget=40)", long, room=0)
+        jkv.prefill(PARAMS, "kvzip(budget=40)", long, reserve=0)
     with pytest.raises(ValueError, match="525 tokens.*fewer tokens of a draft"):
-        jkv.prefill(PARAMS, "speckv(budget=40, tokens=25)", long, room=0)
+        jkv.prefill(PARAMS, "speckv(budget=40, tokens=25)", long, reserve=0)
     with pytest.raises(ValueError, match="reads texts after the prompt.*chunk=64"):
         jkv.prefill(PARAMS, "dapq(budget=40)", ROWS, chunk=64)
     with pytest.raises(ValueError, match="jkv batch prefills in one program"):

@@ -103,4 +103,4 @@ def test_a_layer_asks_for_the_fewest_that_have_a_share(mass: list[float], share:
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        jkv.prefill(PARAMS, text, ROWS, room=16)
+        jkv.prefill(PARAMS, text, ROWS, reserve=16)

@@ -26,7 +26,7 @@ TWO = "snapkv(budget=40, window=8) | rotatekv(sinks=3)"
 
 
 def prompted(what: str | CacheConfig) -> Cache:
-    return jkv.prefill(PARAMS, what, PROMPTS, room=30)[0]
+    return jkv.prefill(PARAMS, what, PROMPTS, reserve=30)[0]
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_sink_is_no_part_of_a_unit(text: str):
 def test_predicted_sinks_are_the_smallest_values_of_each_layer():
     n, recent, m = 61, 8, 5
     ids = np.random.default_rng(0).permutation(97)[None, :n]
-    cache = jkv.prefill(PARAMS, f"int4(recent={recent}) | kvsink(tokens={m})", ids.tolist(), room=30)[0]
+    cache = jkv.prefill(PARAMS, f"int4(recent={recent}) | kvsink(tokens={m})", ids.tolist(), reserve=30)[0]
     _, taps, _ = dense_prompt(ids)
     for layer, (_, _, v, _) in zip(cache.layers, taps, strict=True):
         size = np.linalg.norm(np.asarray(v, float)[0], axis=-1).sum(0)[1 : n - recent]
@@ -125,7 +125,7 @@ def test_a_prompt_that_attends_to_its_codes_sees_its_sinks_exact():
     """Nothing but sinks is the full cache, and what is behind them makes a difference."""
     config = CacheConfig(codec=(Affine(bits=2), Affine(bits=2)), prefill=Coded(), recent=0)
     full, all_of, some = (
-        jkv.prefill(PARAMS, c, PROMPTS, room=30)[1]
+        jkv.prefill(PARAMS, c, PROMPTS, reserve=30)[1]
         for c in ("full", replace(config, sinks=61), replace(config, sinks=30))
     )
     np.testing.assert_allclose(all_of, full, atol=1e-4)

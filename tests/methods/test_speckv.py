@@ -60,7 +60,7 @@ def read_as(row: int, said: list[int], tokens: int, window: int, around: int) ->
 def shortened(rows: list[list[int]], text: str = CASES["specpc"][0].tight) -> list[list[int]]:
     config = parse(text)
     assert isinstance(config.prefill, PromptCompression)
-    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, room=0, cost=Cost()))
+    return config.prefill.shortened(Prompts(params=PARAMS, config=config, rows=rows, reserve=0, cost=Cost()))
 
 
 def test_a_prompt_is_read_as_what_a_draft_looks_at():
@@ -133,7 +133,7 @@ def test_a_draft_that_chooses_says_itself_what_it_drafts(layers: int | None, mon
 
     monkeypatch.setattr(Drafted, "texts", texts)
     params = jkv.models.random({**jkv.models.TINY, "num_hidden_layers": 4}, 0, jnp.float32)
-    jkv.prefill(params, f"specpc(tokens=40, window=8, layers={layers})", ROWS, room=4)
+    jkv.prefill(params, f"specpc(tokens=40, window=8, layers={layers})", ROWS, reserve=4)
     assert said == [layers or 2]
 
 
@@ -155,4 +155,4 @@ def test_a_draft_that_chooses_says_itself_what_it_drafts(layers: int | None, mon
 )
 def test_what_cannot_be(text: str, message: str):
     with pytest.raises(ValueError, match=message):
-        jkv.prefill(PARAMS, text, ROWS, room=16)
+        jkv.prefill(PARAMS, text, ROWS, reserve=16)

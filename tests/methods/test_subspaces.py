@@ -261,10 +261,10 @@ def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught(text
 def test_what_has_no_room_behind_a_prompt_is_refused():
     """It has slots of its own, and would push out its older tokens."""
     rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
-    cache, _ = jkv.prefill(PARAMS, "svdq(values=4)", rows, room=20)
+    cache, _ = jkv.prefill(PARAMS, "svdq(values=4)", rows, reserve=20)
     cache, _ = jkv.extend(PARAMS, cache, [[1, 2, 3, 4]] * 2)
     np.testing.assert_array_equal(cache.kept()[:, :, 0], np.tile([64, 77], (L, 1)))
-    with pytest.raises(ValueError, match="room for 20 tokens after the prompt.*hold 21.*larger room="):
+    with pytest.raises(ValueError, match="room for 20 tokens after the prompt.*hold 21.*larger reserve="):
         jkv.extend(PARAMS, cache, [[1] * 17] * 2)
 
 

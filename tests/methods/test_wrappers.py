@@ -258,7 +258,7 @@ def plans(score: Score) -> tuple[LayerConfig, ...]:
 
 def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) -> jax.Array:
     """What a flush asks of a score of the second layer; below are those before it."""
-    n, one = 40 if prompt else plan.room, jnp.full(1, 40, jnp.int32)
+    n, one = 40 if prompt else plan.recent_size, jnp.full(1, 40, jnp.int32)
     window, asked = window_of(plan, n), queries_of(plan, n if prompt else plan.block, prompt)
     lower = plan.lower(layers[:1])
     counts = Counts(seen=one, prompt=one, later=0 * one)
@@ -279,7 +279,9 @@ def test_whatever_passes_the_check_runs(leaf: str):
         layers = jax.eval_shape(lambda plan=plan: tuple(empty_layer(x, 1, MODEL, jnp.float32) for x in plan))
         for prompt in (True, False) if name in ("ByPhase-0", "ByPhase-1", "Plus-0") else (False,):
             rank = jax.eval_shape(lambda x, plan=plan, prompt=prompt: at_a_flush(plan[1], x, prompt), layers)
-            total = sum(t.pos.shape[2] for t in layers[1].tiers) * (not prompt) + (40 if prompt else plan[1].room)
+            total = sum(t.pos.shape[2] for t in layers[1].tiers) * (not prompt) + (
+                40 if prompt else plan[1].recent_size
+            )
             heads = (1,) if plan[1].uniform else (H,)
             assert rank.shape == (1, *heads, total) and rank.dtype == jnp.float32, (name, rank)
 
@@ -290,7 +292,7 @@ def test_a_flush_takes_it(make: Make):
 
     def run(prompt: bool) -> LayerCache:
         layer, one = empty_layer(plan, 1, MODEL, jnp.float32), jnp.full(1, 40, jnp.int32)
-        n = 40 if prompt else plan.room
+        n = 40 if prompt else plan.recent_size
         asked = queries_of(plan, n if prompt else plan.block, prompt)
         counts = Counts(seen=one, prompt=one, later=0 * one)
         return flush(layer, window_of(plan, n), asked, counts, plan, MODEL, prompt)

@@ -38,7 +38,7 @@ pytestmark = [
 def ours(params, rows):
     """Greedy tokens i32[B,NEW], and the logits f32[B,NEW,V] that each was drawn from, stepwise through the cache."""
     tokens = np.asarray(jkv.generate(params, None, rows, max_new_tokens=NEW, stop_ids=()).tokens, np.int32)
-    cache, logits = jkv.prefill(params, None, rows, room=NEW)
+    cache, logits = jkv.prefill(params, None, rows, reserve=NEW)
     drawn = [np.asarray(logits)]
     for token in tokens.T[:-1]:
         cache, logits = jkv.step(params, cache, jnp.asarray(token))

@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv.attention.dequantization import dequantize
 from jkv.eval.attention_recall import dense_queries
-from jkv.prefix_cache.chunk_reuse import LEAST, ChunkMatch, Passages
+from jkv.prefix_cache.chunk_reuse import LEAST, ChunkCache, ChunkMatch
 from jkv.prefix_cache.chunk_variants import Variant
 from jkv.prefix_cache.recompute import renewal
 from support.tiny import PARAMS
@@ -24,11 +24,11 @@ HEAD, A, B, GAP, ASK = (RNG.integers(0, 100, n).tolist() for n in (20, 70, 50, 9
 PROMPT = [*HEAD, *B, *GAP, *A, *ASK]
 
 
-def read(params: Any, renew: str, cache: str = "full", prompt: list[int] = PROMPT) -> tuple[Any, Any, Passages]:
-    passages = Passages(renew)
+def read(params: Any, renew: str, cache: str = "full", prompt: list[int] = PROMPT) -> tuple[Any, Any, ChunkCache]:
+    passages = ChunkCache(renew)
     for x in (A, B):
         passages.add(params, x)
-    return *jkv.prefill(params, cache, [prompt], room=16, store=passages), passages
+    return *jkv.prefill(params, cache, [prompt], reserve=16, prefix_cache=passages), passages
 
 
 def kept(cache: Any) -> list[list[int]]:
@@ -40,7 +40,7 @@ SLOW = [pytest.param("full", marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("cache", ["snapkv(budget=48, window=8) | int4", *SLOW])
 def test_all_tokens_read_again_are_the_prompt(cache: str):
-    want, logits = jkv.prefill(TWO, cache, [PROMPT], room=16, chunk=0)
+    want, logits = jkv.prefill(TWO, cache, [PROMPT], reserve=16, chunk=0)
     for renew in ("cacheblend(ratio=1.0)", "kvshare(kappa=-9.0, most=1.0, check=1)"):
         got, same, passages = read(TWO, renew, cache)
         np.testing.assert_allclose(same, logits, atol=1e-4)
@@ -49,7 +49,7 @@ def test_all_tokens_read_again_are_the_prompt(cache: str):
 
 
 def test_in_a_model_of_one_layer_turned_keys_are_those_of_the_prompt():
-    want = jkv.prefill(ONE, "full", [PROMPT], room=16)
+    want = jkv.prefill(ONE, "full", [PROMPT], reserve=16)
     got = read(ONE, "pie")
     np.testing.assert_allclose(got[1], want[1], atol=1e-4)
     for a, b in zip(got[0].layers, want[0].layers, strict=True):
@@ -59,7 +59,7 @@ def test_in_a_model_of_one_layer_turned_keys_are_those_of_the_prompt():
 
 @pytest.mark.slow
 def test_the_more_is_read_again_the_nearer_it_comes():
-    want = np.asarray(jkv.prefill(TWO, "full", [PROMPT], room=16)[1])
+    want = np.asarray(jkv.prefill(TWO, "full", [PROMPT], reserve=16)[1])
 
     def far(renew: str) -> float:
         return float(np.sqrt(((read(TWO, renew)[1] - want) ** 2).mean()))
@@ -70,7 +70,7 @@ def test_the_more_is_read_again_the_nearer_it_comes():
 
 def test_the_beginning_of_a_prompt_as_it_was_read_is_exact():
     prompt = [*A, *ASK]
-    want = jkv.prefill(TWO, "full", [prompt], room=16)[1]
+    want = jkv.prefill(TWO, "full", [prompt], reserve=16)[1]
     np.testing.assert_allclose(read(TWO, "pie", prompt=prompt)[1], want, atol=1e-4)
 
 
@@ -84,10 +84,10 @@ def test_an_edited_text_is_two_passages():
 def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
     for cache in ("h2o(budget=48)", "keydiff(budget=48)"):  # of the whole prompt; notes something
         got, logits, passages = read(PARAMS, "cacheblend", cache)
-        np.testing.assert_array_equal(logits, jkv.prefill(PARAMS, cache, [PROMPT], room=16)[1])
+        np.testing.assert_array_equal(logits, jkv.prefill(PARAMS, cache, [PROMPT], reserve=16)[1])
         assert passages.reused == 0
     for prompt in (ASK[:1], ASK):  # nothing to look for, and nothing that is there
-        plain = jkv.prefill(PARAMS, "full", [prompt], room=16)[1]
+        plain = jkv.prefill(PARAMS, "full", [prompt], reserve=16)[1]
         np.testing.assert_allclose(read(PARAMS, "pie", prompt=prompt)[1], plain, atol=1e-4)
     for text, why in (
         ("cacheblen", "did you mean 'cacheblend'"),
@@ -106,17 +106,17 @@ def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
     with pytest.raises(ValueError, match="until=99: the model has 2 layers"):
         read(PARAMS, "relaycaching(check=0, until=99)")
     with pytest.raises(ValueError, match="a passage of 800 tokens: the model reads 512; give it in parts"):
-        Passages().add(PARAMS, [1, 2, 3, 4] * 200)
+        ChunkCache().add(PARAMS, [1, 2, 3, 4] * 200)
     with pytest.raises(ValueError, match=f"a passage of 3 tokens: give {LEAST}"):
-        Passages().add(PARAMS, [1, 2, 3])
+        ChunkCache().add(PARAMS, [1, 2, 3])
     with pytest.raises(ValueError, match="the passage has token ids from 0 to 900"):
-        Passages().add(PARAMS, [0, 900] * 20)
+        ChunkCache().add(PARAMS, [0, 900] * 20)
 
 
 def test_answers_through_passages_say_how_many_tokens_were_there():
-    passages = Passages("pie")
+    passages = ChunkCache("pie")
     passages.add(PARAMS, A)
-    out = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5, store=passages)
+    out = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5, prefix_cache=passages)
     want = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5)
     assert out.tokens == want.tokens and out.receipt.tokens_stored == len(A)
 
@@ -124,7 +124,7 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
 @pytest.mark.slow
 def test_variants_of_a_passage_know_what_they_owe():
     got, logits, passages = read(TWO, "cachecraft(whole=1.0)")  # its first prompt is read whole
-    np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], room=16)[1], atol=1e-4)
+    np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], reserve=16)[1], atol=1e-4)
     assert passages.reused == 0 and passages.read == len(PROMPT)
     (of_b,), (of_a,) = (passages._variants[key] for key in sorted(passages._variants, key=lambda x: -x[1]))
     assert (of_b.before, of_a.before, of_b.first, of_a.first) == ((), (1,), 20, 79)
@@ -137,18 +137,20 @@ def test_variants_of_a_passage_know_what_they_owe():
     np.testing.assert_allclose(of_a.ratio, (inter / (70 * 50)) / (intra / 70**2), rtol=1e-4)
     np.testing.assert_allclose(of_a.owed, np.sum([x.sum(1) for x in owed], axis=0), rtol=1e-4)
 
-    again, same = jkv.prefill(TWO, "full", [PROMPT], room=16, store=passages)  # as it was read: nothing to mend
+    again, same = jkv.prefill(
+        TWO, "full", [PROMPT], reserve=16, prefix_cache=passages
+    )  # as it was read: nothing to mend
     np.testing.assert_allclose(same, logits, atol=1e-4)
     assert passages.reused == len(A) + len(B)
 
     other = [*HEAD, *A, *GAP, *B, *ASK]  # a stands behind nothing now: cci of it is read again, b owed nothing
     before = passages.reused
-    jkv.prefill(TWO, "full", [other], room=16, store=passages)
+    jkv.prefill(TWO, "full", [other], reserve=16, prefix_cache=passages)
     assert before + 120 - passages.reused == np.ceil(70 / (1 + np.exp(-of_a.ratio)))
 
     passages.renew = renewal("cachecraft(variants=2)")  # a half or more: all of a, a variant more
-    _, near = jkv.prefill(TWO, "full", [other], room=16, store=passages)
-    want = jkv.prefill(TWO, "full", [other], room=16)[1]
+    _, near = jkv.prefill(TWO, "full", [other], reserve=16, prefix_cache=passages)
+    want = jkv.prefill(TWO, "full", [other], reserve=16)[1]
     mine = passages._variants[next(key for key in passages._variants if key[1] == 0)]
     assert [x.before for x in mine] == [(), (1,)] and passages.reused == before + 120 - np.ceil(
         70 / (1 + np.exp(-of_a.ratio))
@@ -161,7 +163,7 @@ def test_variants_of_a_passage_know_what_they_owe():
 
 def test_variants_come_where_nothing_of_them_stands_before_and_those_of_use_stay():
     """Passage 3 behind others in turn, by numbers alone: it paid a tenth of what it paid to its own tokens."""
-    passages, found = Passages("cachecraft(variants=2)"), [ChunkMatch(20 * i, i, 0, 20) for i in range(4)]
+    passages, found = ChunkCache("cachecraft(variants=2)"), [ChunkMatch(20 * i, i, 0, 20) for i in range(4)]
     record = {x: np.zeros((1, 1, 20, 2), np.float32) for x in "kv"}
     paid = [np.array([[0.1, 1.0]] * 20)]
 
@@ -192,18 +194,18 @@ def test_what_a_run_said_is_what_a_prompt_of_it_holds():
     out = jkv.generate(TWO, "full", A, max_new_tokens=40, temperature=1.0, stop_ids=())
     says = out.tokens
     prompt = [*A, *says, *ASK]
-    want, logits = jkv.prefill(TWO, "full", [prompt], room=16)
+    want, logits = jkv.prefill(TWO, "full", [prompt], reserve=16)
 
-    def after(renew: str, prompt: list[int]) -> tuple[Any, Any, Passages]:
-        passages = Passages(renew)
+    def after(renew: str, prompt: list[int]) -> tuple[Any, Any, ChunkCache]:
+        passages = ChunkCache(renew)
         passages.add_answer(TWO, says, out.cache)
-        return *jkv.prefill(TWO, "full", [prompt], room=16, store=passages), passages
+        return *jkv.prefill(TWO, "full", [prompt], reserve=16, prefix_cache=passages), passages
 
     _, same, passages = after("pie", prompt)  # keys that were made while decoding are those of a prompt
     np.testing.assert_allclose(same, logits, atol=1e-4)
     assert passages.reused == len(says) == 40
     moved = [*HEAD, *says, *GAP, *ASK]
-    whole = jkv.prefill(TWO, "full", [moved], room=16)[1]
+    whole = jkv.prefill(TWO, "full", [moved], reserve=16)[1]
     all_read = "relaycaching(diff=0.0, down=0.0, most=1.0)"
     np.testing.assert_allclose(after(all_read, moved)[1], whole, atol=1e-4)
     got, near, passages = after("relaycaching(most=0.3, until=1)", moved)
@@ -211,11 +213,11 @@ def test_what_a_run_said_is_what_a_prompt_of_it_holds():
     np.testing.assert_allclose(read, held, atol=1e-5)  # above the band what the run made stands
     assert 28 + 13 < passages.read < 28 + 13 + 40 and passages.reused == 40
     with pytest.raises(ValueError, match="cachecraft weighs what it has read"):
-        Passages("cachecraft").add_answer(TWO, says, out.cache)
+        ChunkCache("cachecraft").add_answer(TWO, says, out.cache)
     with pytest.raises(ValueError, match="the cache is that of another model"):
-        Passages("pie").add_answer(ONE, says, out.cache)
+        ChunkCache("pie").add_answer(ONE, says, out.cache)
     with pytest.raises(ValueError, match="200 tokens were said, and the cache has 110"):
-        Passages("pie").add_answer(TWO, [1] * 200, out.cache)
+        ChunkCache("pie").add_answer(TWO, [1] * 200, out.cache)
     lossy = jkv.prefill(TWO, "streaming(budget=40)", [A])[0]
     with pytest.raises(ValueError, match="has not every token of one row as it was made: generate with 'full'"):
-        Passages("pie").add_answer(TWO, A, lossy)
+        ChunkCache("pie").add_answer(TWO, A, lossy)

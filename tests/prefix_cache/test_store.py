@@ -24,7 +24,7 @@ CHILD = """
 import os, signal, sys
 import numpy as np
 from jkv.io import array_file
-from jkv.prefix_cache.store import BLOCK, Store, chain
+from jkv.prefix_cache.store import BLOCK, PrefixCache, chain
 
 folder, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 replaced, real = 0, os.replace
@@ -37,7 +37,7 @@ def replace(a, b):  # the kill comes when a record is on the disk, and has not i
     real(a, b)
 
 os.replace = replace
-store, rng = Store(folder, 400_000), np.random.default_rng(seed)
+store, rng = PrefixCache(folder, 400_000), np.random.default_rng(seed)
 for _ in range(40):
     ids = np.repeat(rng.integers(0, 4, 6), BLOCK).tolist()
     found = store.match("root", ids)
@@ -53,26 +53,26 @@ def record(i: int, n: int = 1000) -> dict[str, np.ndarray]:
     return {"k": np.full(n, i, np.float32)}
 
 
-def found(store: jkv.Store, ids: list[int] = IDS, root: str = "root") -> list[int]:
+def found(store: jkv.PrefixCache, ids: list[int] = IDS, root: str = "root") -> list[int]:
     return [int(x["k"][0]) for x in store.match(root, ids)]
 
 
 def test_a_prompt_finds_the_blocks_that_it_begins_with(tmp_path: Path):
-    store = jkv.Store(tmp_path / "new" / "folder", "1MB")
+    store = jkv.PrefixCache(tmp_path / "new" / "folder", "1MB")
     store.put("root", IDS, record)
     assert found(store) == list(range(6)) and store.reused == 6 * BLOCK
-    assert found(jkv.Store(tmp_path / "new" / "folder")) == list(range(6))
+    assert found(jkv.PrefixCache(tmp_path / "new" / "folder")) == list(range(6))
     other = [*IDS[: 3 * BLOCK - 1], IDS[3 * BLOCK - 1] + 1, *IDS[3 * BLOCK :]]
     assert found(store, other) == [0, 1] and found(store, IDS[: 2 * BLOCK + 63]) == [0, 1]
     assert found(store, [IDS[0] + 1, *IDS[1:]]) == found(store, root="salted") == []
     for wrong in (dict(bytes="much"), dict(bytes=0), dict(evict="belady")):
         with pytest.raises(ValueError, match="bytes=|evict="):
-            jkv.Store(tmp_path, **wrong)  # type: ignore[arg-type]
+            jkv.PrefixCache(tmp_path, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_text_that_ends_inside_of_a_block_is_found_by_one_that_goes_on(tmp_path: Path):
     """As far as whole 16 tokens of it; a whole block is taken before a part of it."""
-    store, end = jkv.Store(tmp_path), 2 * BLOCK
+    store, end = jkv.PrefixCache(tmp_path), 2 * BLOCK
     store.put("root", IDS[: end + 37], record)
     assert found(store) == [0, 1, 2] and store.reused == end + 32
     assert found(store, IDS[: end + 32]) == [0, 1, 2] and found(store, IDS[: end + 31]) == [0, 1]
@@ -86,7 +86,7 @@ def test_a_text_that_ends_inside_of_a_block_is_found_by_one_that_goes_on(tmp_pat
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "foreign", "no checkpoint"])
 def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
-    store = jkv.Store(tmp_path)
+    store = jkv.PrefixCache(tmp_path)
     store.put("root", IDS, record)
     paths = [tmp_path / f"{name}.kv" for name in chain("root", IDS)]
     raw, other = paths[2].read_bytes(), paths[3].read_bytes()
@@ -98,7 +98,7 @@ def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
 
 
 def test_a_record_that_cannot_be_opened_now_is_a_miss_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = jkv.Store(tmp_path)
+    store = jkv.PrefixCache(tmp_path)
     store.put("root", IDS, record)
 
     def none_left(*_: Any, **__: Any) -> Any:
@@ -112,7 +112,7 @@ def test_a_record_that_cannot_be_opened_now_is_a_miss_and_stays(tmp_path: Path, 
 
 def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(tmp_path: Path):
     size, large = 400_000 + (1 << 12), partial(record, n=100_000)
-    store = jkv.Store(tmp_path, 8 * size)
+    store = jkv.PrefixCache(tmp_path, 8 * size)
     rest = [x + 1 for x in IDS]
     store.put("root", IDS[: 4 * BLOCK], large)
     store.put("root", rest[: 3 * BLOCK], large)
@@ -121,13 +121,13 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(tmp_pat
     assert found(store, rest) == [0]
     assert found(store) == [0, 1, 2, 3] and found(store, [7] * 3 * BLOCK) == [0, 1, 2]
     assert sum(x.stat().st_size for x in tmp_path.glob("*.kv")) <= store.bytes
-    small = jkv.Store(tmp_path / "small", 2 * size)
+    small = jkv.PrefixCache(tmp_path / "small", 2 * size)
     small.put("root", IDS, large)
     assert found(small) == [0, 1]  # of a prompt that is more than there is room for, its beginning
 
 
 def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = jkv.Store(tmp_path)
+    store = jkv.PrefixCache(tmp_path)
     write = array_file.write
 
     def full(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, str]) -> None:

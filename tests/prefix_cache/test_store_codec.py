@@ -73,23 +73,23 @@ def test_symbols_take_little_more_than_their_entropy():
 
 def test_a_store_rounds_what_it_holds_and_finds_no_other_codecs_records(tmp_path: Path):
     ids, held = list(range(2 * BLOCK)), [record(), record(seed=1)]
-    store = jkv.Store(tmp_path, codec="cachegen")
+    store = jkv.PrefixCache(tmp_path, codec="cachegen")
     store.put("root", ids, lambda i: held[i])
     for x, found in zip(held, store.match("root", ids), strict=True):
         want = store.codec.decode(store.codec.encode(x))
         assert all(np.array_equal(found[name], want[name]) for name in want)
         assert not np.array_equal(found["k"], x["k"])
-    assert [len(jkv.Store(tmp_path, codec=x).match("root", ids)) for x in ("", "cachegen(level=3)")] == [0, 0]
+    assert [len(jkv.PrefixCache(tmp_path, codec=x).match("root", ids)) for x in ("", "cachegen(level=3)")] == [0, 0]
     assert sum(x.stat().st_size for x in tmp_path.glob("*.kv")) < sum(x.nbytes for y in held for x in y.values()) / 5
     for wrong in ("zip", "cachegen(level=4)", "cachegen()"):
         with pytest.raises(ValueError, match="cachegen"):
-            jkv.Store(tmp_path, codec=wrong)
+            jkv.PrefixCache(tmp_path, codec=wrong)
 
 
 @pytest.mark.parametrize("part", ["code", "top", "mean", "spread", "shape", "like"])
 def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path, part: str):
     """Arrays that are not there, too short, of another type; a code that ends too early, or is of other numbers."""
-    store, ids = jkv.Store(tmp_path, codec="cachegen"), list(range(BLOCK))
+    store, ids = jkv.PrefixCache(tmp_path, codec="cachegen"), list(range(BLOCK))
     store.put("root", ids, lambda i: record())
     (path,) = tmp_path.glob("*.kv")
     arrays, meta = array_file.read(path)
@@ -109,8 +109,8 @@ def test_records_of_unlike_sizes_have_the_room_that_there_is(tmp_path: Path):
     """A beginning that takes little says nothing of what follows."""
     old, new = list(range(11 * BLOCK)), list(range(1000, 1000 + 6 * BLOCK))
     nothing = {side: np.zeros_like(record()[side]) for side in store_codec.SIDES}
-    size = len(jkv.Store(tmp_path / "one", codec="cachegen").codec.encode(record())["k.code"]) * 4 * 2 + 6000
-    store = jkv.Store(tmp_path / "store", bytes=12 * size, codec="cachegen")
+    size = len(jkv.PrefixCache(tmp_path / "one", codec="cachegen").codec.encode(record())["k.code"]) * 4 * 2 + 6000
+    store = jkv.PrefixCache(tmp_path / "store", bytes=12 * size, codec="cachegen")
     store.put("root", old, lambda i: record())
     store.put("root", new, lambda i: record() if i else nothing)
     assert len(store.match("root", new)) == 6
@@ -120,7 +120,7 @@ def test_records_of_unlike_sizes_have_the_room_that_there_is(tmp_path: Path):
 def test_without_the_coder_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(store_codec, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[entropy\]'"):
-        jkv.Store("nowhere", codec="cachegen")
+        jkv.PrefixCache("nowhere", codec="cachegen")
 
 
 # ------------------------------------------------------------------------------------------------ levels and a link
@@ -130,7 +130,7 @@ class Shaped:
     """A store behind a link of so many bytes a second, and the clock that it takes; what was read, by level."""
 
     def __init__(self, folder: Path, within: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.store, self.now, self.speed = jkv.Store(folder, codec=f"cachegen(within={within:g})"), 0.0, 1e9
+        self.store, self.now, self.speed = jkv.PrefixCache(folder, codec=f"cachegen(within={within:g})"), 0.0, 1e9
         self.levels: list[int] = []
         monkeypatch.setattr(store_codec, "clock", lambda: self.now)
         read = self.store._read
@@ -199,7 +199,7 @@ def test_records_come_as_their_level_has_them_and_other_stores_share_them(shaped
         want = codec.decode(codec.encode(record(seed=i)))
         assert all(np.array_equal(got[name], want[name]) for name in want)
     assert [
-        len(jkv.Store(shaped.store.folder, codec=f"cachegen(level={n})").match("root", ids)) for n in (1, 2, 3)
+        len(jkv.PrefixCache(shaped.store.folder, codec=f"cachegen(level={n})").match("root", ids)) for n in (1, 2, 3)
     ] == [8] * 3
 
 
@@ -213,11 +213,11 @@ def test_of_a_record_that_is_torn_another_level_comes(shaped: Shaped):
 
 
 def test_a_store_holds_all_levels_within_its_bytes(tmp_path: Path):
-    store = jkv.Store(tmp_path, bytes=300_000, codec="cachegen(within=1)")
+    store = jkv.PrefixCache(tmp_path, bytes=300_000, codec="cachegen(within=1)")
     for start in range(0, 40 * BLOCK, 4 * BLOCK):
         store.put("root", list(range(start, start + 4 * BLOCK)), lambda i: record(seed=i))
         assert sum(x.stat().st_size for x in tmp_path.glob("*.kv")) <= 300_000
     assert len(store.match("root", list(range(start, start + 4 * BLOCK)))) == 4
     for wrong in ("within=0", "within=-1", "within=x", "within=1,level=2"):
         with pytest.raises(ValueError, match="cachegen"):
-            jkv.Store(tmp_path, codec=f"cachegen({wrong})")
+            jkv.PrefixCache(tmp_path, codec=f"cachegen({wrong})")

@@ -72,7 +72,7 @@ def test_a_store_keeps_the_conversation_that_goes_on(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.95, 6: 0.05}).arrays, {"kind": "lpc"})
     for evict, stays in ((f"lpc:{path}", 5), ("lru", 6)):
-        store = jkv.Store(tmp_path / evict[:3], 22_000, evict)
+        store = jkv.PrefixCache(tmp_path / evict[:3], 22_000, evict)
         for token in (5, 6):  # the one that ends is the newer one
             store.put("root", [token] * 2 * BLOCK, make)
         store.put("root", [7] * 2 * BLOCK, make)
@@ -81,7 +81,7 @@ def test_a_store_keeps_the_conversation_that_goes_on(tmp_path: Path):
     first, second = chain("root", [7] * 2 * BLOCK)
     assert known[second][0] == first and known[first][0] == "" and known[first][1] == pytest.approx(0.5)
     (tmp_path / "lpc" / ODDS).write_text("{torn")
-    jkv.Store(tmp_path / "lpc", 10**6, f"lpc:{path}").put("root", [8] * BLOCK, make)
+    jkv.PrefixCache(tmp_path / "lpc", 10**6, f"lpc:{path}").put("root", [8] * BLOCK, make)
     assert len(json.loads((tmp_path / "lpc" / ODDS).read_text())) == 1
 
 
@@ -92,10 +92,10 @@ def make(i: int) -> dict[str, np.ndarray]:
 def test_records_that_another_order_wrote_go_by_their_age(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.6}).arrays, {"kind": "lpc"})
-    jkv.Store(tmp_path / "s", 28_000).put("root", [1] * 5 * BLOCK, make)
+    jkv.PrefixCache(tmp_path / "s", 28_000).put("root", [1] * 5 * BLOCK, make)
     for old in (tmp_path / "s").glob("*.kv"):
         os.utime(old, (old.stat().st_mtime - 30 * 86400,) * 2)
-    store = jkv.Store(tmp_path / "s", 28_000, f"lpc:{path}")
+    store = jkv.PrefixCache(tmp_path / "s", 28_000, f"lpc:{path}")
     for token in (5, 6, 7):
         store.put("root", [token] * 2 * BLOCK, make)
     assert [len(store.match("root", [token] * 2 * BLOCK)) for token in (1, 5, 6, 7)] == [0, 2, 2, 2]
@@ -115,7 +115,7 @@ BROKEN = {
 def test_odds_that_are_broken_are_none(tmp_path: Path, harm: str):
     path, text = tmp_path / "lpc.safetensors", BROKEN[harm]
     array_file.write(path, predictor().arrays, {"kind": "lpc"})
-    store = jkv.Store(tmp_path / "s", 22_000, f"lpc:{path}")
+    store = jkv.PrefixCache(tmp_path / "s", 22_000, f"lpc:{path}")
     store.put("root", [5] * BLOCK, make)
     (name,) = chain("root", [5] * BLOCK)
     raw = text if isinstance(text, bytes) else text.replace("NAME", name).encode()
@@ -128,7 +128,7 @@ def test_odds_that_are_broken_are_none(tmp_path: Path, harm: str):
 def test_a_prompt_that_is_found_whole_renews_its_odds(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.9, 6: 0.2}).arrays, {"kind": "lpc"})
-    store, ids = jkv.Store(tmp_path / "s", evict=f"lpc:{path}"), [1] * BLOCK
+    store, ids = jkv.PrefixCache(tmp_path / "s", evict=f"lpc:{path}"), [1] * BLOCK
     (name,) = chain("root", ids)
     odds = lambda: json.loads((tmp_path / "s" / ODDS).read_text())[name][1]  # noqa: E731
     store.put("root", ids, make, prompt=[*ids, *[5] * (LAST + 1)])

@@ -84,7 +84,7 @@ def test_a_prompt_that_has_no_room_is_read_in_the_largest_chunks(monkeypatch, te
     assert out.receipt.bytes_peak_prefill < whole.receipt.bytes_peak_prefill
     assert read(chunk=0).receipt.chunk == 0 and read(chunk=64).receipt.chunk == 64  # as asked, whatever the room
     capsys.readouterr()
-    cache, _ = jkv.prefill(PARAMS, text, PROMPT, room=64)
+    cache, _ = jkv.prefill(PARAMS, text, PROMPT, reserve=64)
     assert "note: the prompt is read 128 tokens at a time: whole it takes" in capsys.readouterr().err
     assert cache.seen.tolist() == [400]
 

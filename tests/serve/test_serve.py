@@ -256,8 +256,8 @@ def test_the_page_streams_an_answer_and_maps_its_cache(
 
 
 def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
-    store = jkv.Store(tmp_path, codec="cachegen(level=2)")
-    engine, prompt = Engine(PARAMS, LIMITS, store=store), np.arange(64, dtype=np.int32)
+    store = jkv.PrefixCache(tmp_path, codec="cachegen(level=2)")
+    engine, prompt = Engine(PARAMS, LIMITS, prefix_cache=store), np.arange(64, dtype=np.int32)
     for found, codec in ((0, ""), (48, "cachegen(level=2)")):
 
         def admit(wave: Any) -> None:
@@ -584,7 +584,7 @@ def told(engine: Engine, cache: str, prompt: str | list[int], top: int | None = 
 def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], monkeypatch: Any):
     metrics = Metrics()
     prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
-    engine = Engine(PARAMS, LIMITS, metrics.watch(), draft="recycle")
+    engine = Engine(PARAMS, LIMITS, metrics.watch(), drafter="recycle")
     costs: list[Any] = []
 
     def drafting(*args: Any, **more: Any) -> Drafting:
@@ -619,7 +619,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
 
 @pytest.mark.slow
 def test_the_next_turn_finds_what_the_server_has_said(tmp_path: Path):
-    engine = Engine(PARAMS, replace(LIMITS, prompt=128), store=jkv.Store(tmp_path))
+    engine = Engine(PARAMS, replace(LIMITS, prompt=128), prefix_cache=jkv.PrefixCache(tmp_path))
     engine.start(engine.maker.usable(parse("full")))
     try:
         first = np.random.default_rng(0).integers(0, 256, 60).tolist()
@@ -633,9 +633,9 @@ def test_the_next_turn_finds_what_the_server_has_said(tmp_path: Path):
 def test_what_a_server_cannot_draft_with_is_refused_and_what_it_cannot_verify_is_told_once():
     said: list[tuple[str, str]] = []
     with pytest.raises(ValueError, match="rows of a batch come and go"):
-        Engine(PARAMS, LIMITS, draft="triforce(tokens=512)")
-    engine = Engine(PARAMS, LIMITS, Watch(undrafted=lambda *x: said.append(x)), draft="suffix")
+        Engine(PARAMS, LIMITS, drafter="triforce(tokens=512)")
+    engine = Engine(PARAMS, LIMITS, Watch(undrafted=lambda *x: said.append(x)), drafter="suffix")
     alisa = parse("alisa(tokens=48, page=8, window=16, recent=16)")
-    assert engine.maker.drafter(alisa) is engine.maker.drafter(alisa) is None
+    assert engine.maker.build_drafter(alisa) is engine.maker.build_drafter(alisa) is None
     assert [name for name, _ in said] == [str(alisa)] and "selector goes by" in said[0][1]
-    assert engine.maker.drafter(parse("full")) is not engine.maker.drafter(parse("full")) is not None
+    assert engine.maker.build_drafter(parse("full")) is not engine.maker.build_drafter(parse("full")) is not None

@@ -18,7 +18,7 @@ from jkv.generation import generate
 from jkv.io.tokenizer import Tokenizer
 from jkv.models import TINY, random
 from jkv.speculative.autoregressive import Odds
-from jkv.speculative.build import drafter
+from jkv.speculative.build import build_drafter
 from jkv.speculative.cross_vocab import Across
 from jkv.speculative.decoding import Drafting, drafts
 from jkv.speculative.draft_model import Through
@@ -216,17 +216,17 @@ def test_a_model_whose_tokens_stand_in_another_order_guesses_as_itself_does(monk
     made = replace(made, head=jnp.where(text[:, None], made.head, 0))
     params = replace(made, tokenizer=of_bytes())
     other = replace(made, embed=made.embed[order], head=made.head[order], tokenizer=of_bytes(order))
-    assert isinstance(drafter(other, params), Across) and isinstance(drafter(params, params), Through)
+    assert isinstance(build_drafter(other, params), Across) and isinstance(build_drafter(params, params), Through)
     how = {"max_new_tokens": 40, "stop_ids": ()}
     for prompt in (TEXT, [TEXT, TEXT[:9]]):
         want = jkv.generate(params, None, prompt, **how)
-        got = jkv.generate(params, None, prompt, draft=other, **how)
+        got = jkv.generate(params, None, prompt, drafter=other, **how)
         assert got.tokens == want.tokens and got.receipt.drafted_taken == got.receipt.drafted > 20
     want = jkv.generate(params, None, TEXT, temperature=0.9, seed=2, **how)
     wrong = replace(other, tokenizer=of_spaces([TEXT], [("t", "h")]))  # of as many tokens or more: random guesses
     twice = {name: jnp.tile(getattr(wrong, name), (2, 1)) for name in ("embed", "head")}
     wrong = replace(wrong, **twice, config=replace(wrong.config, vocab=512))
-    got = jkv.generate(params, None, TEXT, draft=wrong, temperature=0.9, seed=2, **how)
+    got = jkv.generate(params, None, TEXT, drafter=wrong, temperature=0.9, seed=2, **how)
     assert got.tokens == want.tokens
 
 
@@ -247,25 +247,25 @@ def test_models_with_one_tokenizer_and_unlike_words_share_their_tokens():
     hf = dict(TINY, num_hidden_layers=1)
     own, padded = (replace(random(dict(hf, vocab_size=n)), tokenizer=of_bytes()) for n in (256, 320))
     for one, other in ((own, padded), (padded, own)):
-        assert isinstance(drafter(other, one), Through)
+        assert isinstance(build_drafter(other, one), Through)
     assert Through(own)._known([7, 319]) == [7, 255]
     assert drafts([Guess([7, 319], [-1, 0], [1.0, 1.0])], 4, 256).ids.tolist() == [[0, 7, 255, 0]]
     other = replace(own, tokenizer=of_bytes(np.roll(np.arange(256), 7)))
-    assert drafter(other, padded).translation is drafter(other, padded).translation  # type: ignore
-    assert len(drafter(other, padded).translation.model_bytes) == 320  # type: ignore
+    assert build_drafter(other, padded).translation is build_drafter(other, padded).translation  # type: ignore
+    assert len(build_drafter(other, padded).translation.model_bytes) == 320  # type: ignore
 
 
 def test_what_cannot_guess_is_refused_by_name():
     params = replace(random(dict(TINY, vocab_size=256)), tokenizer=of_bytes())
     with pytest.raises(ValueError, match="its model has 300 words and this one 256; give one of the same words, or"):
-        drafter(random(dict(TINY, vocab_size=300)), params)
+        build_drafter(random(dict(TINY, vocab_size=300)), params)
     strange = tokenizers.Tokenizer(BPE({chr(0x4E00 + i): i for i in range(300)}, []))
     small = replace(random(dict(TINY, vocab_size=300)), tokenizer=Tokenizer(strange))
     with pytest.raises(ValueError, match="0 of its model's 300 tokens are tokens of this one"):
-        drafter(small, params)
+        build_drafter(small, params)
     other = replace(params, tokenizer=of_bytes(np.roll(np.arange(256), 7)))
     with pytest.raises(ValueError, match="of another vocabulary cannot verify what another guesses; give it last"):
-        drafter([other, "suffix"], params)
+        build_drafter([other, "suffix"], params)
     with pytest.raises(ValueError, match="its model's context is 32; give a model that reads more, a shorter text"):
         Through(random(dict(TINY, num_hidden_layers=1, max_position_embeddings=32))).begin([[1] * 32], 1)
     with pytest.raises(ValueError, match="threshold=1.5"):

@@ -18,7 +18,7 @@ from jkv.generation import generate
 from jkv.methods import parse
 from jkv.models import TINY, random
 from jkv.speculative import autoregressive, decoding
-from jkv.speculative.build import drafter
+from jkv.speculative.build import build_drafter
 from jkv.speculative.combined import Either
 from jkv.speculative.decoding import Drafting, drafts
 from jkv.speculative.draft_length import NODES, SURE, WIDTHS, Pace
@@ -146,7 +146,7 @@ class Told(Recycling):
 
 def state_of(count: int, fill: int, alive: list[bool]) -> Any:
     """A state as far as a generation with drafts reads it itself."""
-    cache = SimpleNamespace(fill=fill, room=20, stay=4, seen=None)
+    cache = SimpleNamespace(fill=fill, reserve=20, stay=4, seen=None)
     out, logits = np.full((len(alive), 64), 3), np.tile(np.arange(9.0), (len(alive), 1))
     return SimpleNamespace(count=count, alive=np.asarray(alive), cache=cache, out=out, logits=logits, used=None)
 
@@ -403,7 +403,7 @@ def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
     for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         how = {"max_new_tokens": 40, "stop_ids": (), **options}
         want = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, **how)
-        got = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, draft=draft, **how)
+        got = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, drafter=draft, **how)
         assert got.tokens == want.tokens and got.receipt.tokens_kept == want.receipt.tokens_kept
         assert want.receipt.passes is None and 0 < got.receipt.passes <= 40
         assert got.receipt.passes + got.receipt.drafted_taken == 40 and "tokens a pass" in str(got.receipt)
@@ -422,7 +422,7 @@ def test_a_drafter_of_mine_is_asked_and_told():
 
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
     for mine in (Mine(100), Mine(100)):  # what runs for the first time is no measure
-        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=mine, compare=True)
+        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), drafter=mine, compare=True)
     assert got.tokens == want.tokens and got.receipt.kl < 1e-6
     assert mine.asked == got.receipt.passes - 4 < 40 / 6 and mine.table.any()
 
@@ -445,7 +445,7 @@ def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
             return Guess(ids, range(-1, len(ids) - 1), [1.0] * len(ids))
 
     want = jkv.generate(PARAMS, None, texts, **how)
-    got = jkv.generate(PARAMS, None, texts, draft=Erring(), **how)
+    got = jkv.generate(PARAMS, None, texts, drafter=Erring(), **how)
     assert got.tokens == want.tokens
     assert got.receipt.passes <= 30  # 45 if each row began anew
 
@@ -472,7 +472,7 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
         want = jkv.generate(PARAMS, "int8", rows, **how)
         for seed, few in ((None, 10), (7, 40)):  # the first four by steps, which are measured
             small = PARAMS if seed is None else random(TINY, seed=seed)
-            got = jkv.generate(PARAMS, "int8", rows, draft=small, **how)
+            got = jkv.generate(PARAMS, "int8", rows, drafter=small, **how)
             assert got.tokens == want.tokens and got.receipt.passes <= few
 
 
@@ -495,7 +495,7 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
         (["full", behind], range(5, 11)),
         (["streaming(budget=48, recent=16)", random(TINY, seed=7)], range(5, 41)),
     ):
-        got = jkv.generate(PARAMS, "int8", rows, draft=draft, **how)
+        got = jkv.generate(PARAMS, "int8", rows, drafter=draft, **how)
         assert got.tokens == want.tokens and got.receipt.passes in passes
     assert behind.asked > 1  # if nothing was compiled: what runs for the first time is no measure
 
@@ -518,7 +518,7 @@ def test_stop_texts_and_ids_end_a_row_inside_a_pass():
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
     end = want.tokens[11]
     for draft in (None, "suffix", "recycle"):
-        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(end,), draft=draft)
+        got = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(end,), drafter=draft)
         assert got.tokens == want.tokens[: want.tokens.index(end) + 1]
 
 
@@ -528,7 +528,7 @@ def test_with_texts_that_stop_a_row_ends_where_it_does_without_drafts():
     plain = jkv.generate(params, None, "abcabcabc" * 5, **how)
     stop = plain.text[21:23]
     want = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], **how)
-    got = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], draft="suffix", **how)
+    got = jkv.generate(params, None, "abcabcabc" * 5, stop=[stop], drafter="suffix", **how)
     assert (got.text, got.tokens) == (want.text, want.tokens) and len(want.tokens) < 60
 
 
@@ -573,7 +573,7 @@ def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where,
     how = {"max_new_tokens": 40, "stop_ids": ()}
     want = jkv.generate(PARAMS, None, TEXT, **how)
     one = Failing(where, nth, error)
-    got = jkv.generate(PARAMS, None, TEXT, draft=one, **how)
+    got = jkv.generate(PARAMS, None, TEXT, drafter=one, **how)
     assert got.tokens == want.tokens and got.receipt.draft_failed is not None
     at, said = got.receipt.draft_failed
     assert why in said and f"plain steps from token {at} on: {said}" in str(got.receipt)
@@ -585,7 +585,7 @@ def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where,
 def test_who_interrupts_a_drafter_interrupts_the_generation():
     one = Failing("propose", 1, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), draft=one)
+        jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), drafter=one)
 
 
 def test_what_cannot_be_is_refused_by_name():
@@ -606,23 +606,23 @@ def test_what_cannot_be_is_refused_by_name():
         ("triforce(page=0)", "page=0: a whole number, 1 or more"),
     ):
         with pytest.raises(ValueError, match=why):
-            jkv.generate(PARAMS, None, TEXT, draft=draft)
+            jkv.generate(PARAMS, None, TEXT, drafter=draft)
     with pytest.raises(TypeError, match="draft is 7: give 'suffix'"):
-        jkv.generate(PARAMS, None, TEXT, draft=7)
+        jkv.generate(PARAMS, None, TEXT, drafter=7)
     with pytest.raises(ValueError, match="blocks all attend"):
-        jkv.generate(MODELS["bamba"], None, TEXT, draft="suffix")
+        jkv.generate(MODELS["bamba"], None, TEXT, drafter="suffix")
     with pytest.raises(ValueError, match="selector goes by"):
-        jkv.generate(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT, draft="suffix")
+        jkv.generate(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT, drafter="suffix")
     alisa = jkv.prefill(PARAMS, "alisa(tokens=48, page=8, window=16, recent=16)", TEXT)[0]
     with pytest.raises(ValueError, match="selector goes by"):
-        jkv.generate(PARAMS, alisa, TEXT, draft="suffix")
-    with pytest.raises(ValueError, match="draft= is for one device"):
+        jkv.generate(PARAMS, alisa, TEXT, drafter="suffix")
+    with pytest.raises(ValueError, match="drafter= is for one device"):
         over = sharding.parse_mesh("model=1", jax.devices(), PARAMS.config)
-        jkv.generate(jax.device_put(PARAMS, sharding.of_params(PARAMS, over)), None, TEXT, draft="suffix")
+        jkv.generate(jax.device_put(PARAMS, sharding.of_params(PARAMS, over)), None, TEXT, drafter="suffix")
     with pytest.raises(ValueError, match="vocabulary of 5"):
-        drafter("recycle", random(dict(TINY, vocab_size=5)))
+        build_drafter("recycle", random(dict(TINY, vocab_size=5)))
     with pytest.raises(ValueError, match="its model has 5 words and this one 100"):
-        jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, vocab_size=5)))
+        jkv.generate(PARAMS, None, TEXT, drafter=random(dict(TINY, vocab_size=5)))
     with pytest.raises(ValueError, match="its model's context is 32"):
-        jkv.generate(PARAMS, None, TEXT, draft=random(dict(TINY, max_position_embeddings=32)))
+        jkv.generate(PARAMS, None, TEXT, drafter=random(dict(TINY, max_position_embeddings=32)))
     assert drafts([Guess([4], [-1], [1.0])]).ids.shape == (1, NODES)

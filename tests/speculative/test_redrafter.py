@@ -14,7 +14,7 @@ from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.models import TINY, random
 from jkv.speculative.autoregressive import Odds
-from jkv.speculative.build import drafter, of_batch
+from jkv.speculative.build import build_batch_drafter, build_drafter
 from jkv.speculative.decoding import Drafting
 from jkv.speculative.draft_length import NODES, ROW
 from jkv.speculative.redrafter import (
@@ -86,14 +86,14 @@ def test_its_guesses_change_no_token(naive, taught, heat):
     how = {"max_new_tokens": 40, "stop_ids": (), **heat}
     want = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], **how)
     for folder in (naive, taught):
-        got = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], draft=f"drafter(folder={folder!r})", **how)
+        got = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], drafter=f"drafter(folder={folder!r})", **how)
         assert got.tokens == want.tokens and 0 < got.receipt.passes <= 40
         assert got.receipt.drafted > 0 and got.receipt.draft_failed is None
 
 
 @pytest.mark.slow
 def test_what_it_knows_by_heart_comes(taught):
-    got = jkv.generate(PARAMS, "int8", TEXT, max_new_tokens=40, stop_ids=(), draft=Distilled(PARAMS, taught))
+    got = jkv.generate(PARAMS, "int8", TEXT, max_new_tokens=40, stop_ids=(), drafter=Distilled(PARAMS, taught))
     assert got.receipt.passes <= 20 and got.receipt.drafted_taken >= 20
 
 
@@ -206,17 +206,17 @@ def test_a_folder_holds_eight_bits_a_weight(naive):
 def test_it_is_for_one_model(naive):
     other = replace(PARAMS, norm=PARAMS.norm + 1)
     with pytest.raises(ValueError, match="were trained for the model"):
-        drafter(f"drafter(folder={naive!r})", other)
+        build_drafter(f"drafter(folder={naive!r})", other)
     with pytest.raises(ValueError, match="were trained for the model"):
-        drafter([other, f"drafter(folder={naive!r})"], PARAMS)
-    assert drafter([PARAMS, f"drafter(folder={naive!r})"], other)  # it drafts for the one before it
+        build_drafter([other, f"drafter(folder={naive!r})"], PARAMS)
+    assert build_drafter([PARAMS, f"drafter(folder={naive!r})"], other)  # it drafts for the one before it
     with pytest.raises(ValueError, match="drafter needs weights that were made for this model.*`jkv train drafter"):
-        drafter("drafter", PARAMS)
+        build_drafter("drafter", PARAMS)
     with pytest.raises(ValueError, match="drafter takes folder"):
-        drafter("drafter(size=3)", PARAMS)
+        build_drafter("drafter(size=3)", PARAMS)
     with pytest.raises(ValueError, match="no model that verifies"):
-        drafter([f"drafter(folder={naive!r})", "suffix"], PARAMS)
-    assert of_batch(f"drafter(folder={naive!r})", PARAMS).rows_change
+        build_drafter([f"drafter(folder={naive!r})", "suffix"], PARAMS)
+    assert build_batch_drafter(f"drafter(folder={naive!r})", PARAMS).rows_change
 
 
 def test_folders_of_something_else_are_refused(naive, tmp_path):
@@ -247,7 +247,7 @@ def test_folders_of_something_else_are_refused(naive, tmp_path):
 def test_one_that_comes_with_jkv_is_found_by_name(naive, tmp_path, monkeypatch):
     monkeypatch.setattr(trained_weights, "SHIPPED", tmp_path)
     written(tmp_path / "tiny-drafter", start(WIDTH, 16, 3))
-    made = drafter("drafter", PARAMS)
+    made = build_drafter("drafter", PARAMS)
     assert isinstance(made, Distilled)
     same = [
         np.array_equal(x, y)

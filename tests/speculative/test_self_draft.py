@@ -23,7 +23,7 @@ from jkv.methods.selection.oracle import PageMean
 from jkv.models import TINY, random
 from jkv.prompts.allocation import shaped
 from jkv.speculative import autoregressive, self_draft
-from jkv.speculative.build import drafter
+from jkv.speculative.build import build_drafter
 from jkv.speculative.decoding import Drafting
 from jkv.speculative.draft_model import Through
 from jkv.speculative.proposer import Refusal, Suffix
@@ -145,7 +145,7 @@ def test_every_cache_is_copied_as_it_is_read(case: rig.Case):
 def test_no_draft_changes_a_token(cache: str, draft: Any):
     for how in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         ask = partial(jkv.generate, PARAMS, cache, ROWS, max_new_tokens=40, stop_ids=(), **how)
-        want, got = ask(), ask(draft=draft)
+        want, got = ask(), ask(drafter=draft)
         assert got.tokens == want.tokens and got.receipt.draft_failed is None
         assert got.receipt.tokens_kept == want.receipt.tokens_kept and got.receipt.bytes_draft > 0
         if draft == ALL and cache == "full":
@@ -161,7 +161,7 @@ def test_a_copy_serves_until_the_next_flush(monkeypatch):
         return real(params, plan, state, sampling)
 
     monkeypatch.setattr(self_draft, "excerpt", counted)
-    got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), draft=ALL)
+    got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), drafter=ALL)
     assert len(made) == len({*made}) >= 3  # flushes after 16, 32 and 48 tokens
     assert got.receipt.drafted > 20
 
@@ -192,7 +192,7 @@ def test_what_guesses_behind_it_is_asked_and_its_failure_is_told():
             raise MemoryError("no room")
 
     want = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=())
-    got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), draft=[ALL, Broken()])
+    got = jkv.generate(ONE, "full", ROWS, max_new_tokens=60, stop_ids=(), drafter=[ALL, Broken()])
     assert got.tokens == want.tokens and "what guesses for it failed: MemoryError" in got.receipt.draft_failed[1]
 
 
@@ -200,13 +200,13 @@ def test_what_guesses_behind_it_is_asked_and_its_failure_is_told():
 def test_a_copy_may_be_behind_another_model():
     """Of the cache of the one before it."""
     ask = partial(jkv.generate, PARAMS, "int8", ROWS, max_new_tokens=24, stop_ids=())
-    want, got = ask(), ask(draft=["streaming(budget=96, recent=16)", ALL])
+    want, got = ask(), ask(drafter=["streaming(budget=96, recent=16)", ALL])
     assert got.tokens == want.tokens and got.receipt.draft_failed is None and got.receipt.drafted > 10
 
 
 def test_which_caches_are_read_through_copies():
     for text in ("triforce(tokens=512)", "tokenselect(tokens=64)", "tokenselect(tokens=64) | vote(join='sum')"):
-        assert isinstance(drafter(text, ONE), Excerpts)
+        assert isinstance(build_drafter(text, ONE), Excerpts)
     for text in (
         "full",
         "streaming(budget=64)",
@@ -215,12 +215,12 @@ def test_which_caches_are_read_through_copies():
         "tokenselect(tokens=64, far=True)",
         "tokenselect(tokens=64) | indexcache",
     ):
-        assert isinstance(drafter(text, ONE), Through), text
+        assert isinstance(build_drafter(text, ONE), Through), text
 
 
 def test_what_cannot_be_copied_is_refused_by_name():
     how = {"max_new_tokens": 24, "stop_ids": (), "draft": ALL}
-    with pytest.raises(Refusal, match="share slots, of which no head has pages; leave draft= out"):
+    with pytest.raises(Refusal, match="share slots, of which no head has pages; leave drafter= out"):
         jkv.generate(ONE, "h2o(budget=48, newest=0.2) | pooled(floor=0.5)", ROWS, **how)
     with pytest.raises(ValueError, match="selector goes by what other steps"):
         jkv.generate(ONE, ALL, ROWS, **how)
@@ -235,7 +235,7 @@ def test_what_cannot_be_copied_is_refused_by_name():
 @pytest.mark.slow
 def test_codes_on_disk_are_copied_in_their_own_pages(tmp_path):
     ask = partial(jkv.generate, ONE, f"full(host='all', disk={str(tmp_path)!r})", ROWS, max_new_tokens=40, stop_ids=())
-    want, got = ask(), ask(draft=f"triforce(tokens={EVERYTHING}, page=16)")
+    want, got = ask(), ask(drafter=f"triforce(tokens={EVERYTHING}, page=16)")
     assert got.tokens == want.tokens and got.receipt.drafted_taken == got.receipt.drafted > 20
     with pytest.raises(Refusal, match="from the host in units of 16 tokens, and it picks 8; take page=16"):
-        ask(draft=ALL)
+        ask(drafter=ALL)

@@ -41,9 +41,9 @@ def begun(text: str, kind: str, params=PARAMS, prompt=PROMPT[:1]) -> decode_loop
     return decode_loop.Decoding.start(cache, logits, STEPS, used, traced=True)
 
 
-def plain(text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], **more) -> decode_loop.Decoding:
+def plain(text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], steps=STEPS, **more) -> decode_loop.Decoding:
     state = begun(text, kind, params, prompt)
-    return decode_loop.run_blocks(params, state, settings(kind, len(prompt), **more), jnp.int32(STEPS))
+    return decode_loop.run_blocks(params, state, settings(kind, len(prompt), **more), jnp.int32(steps))
 
 
 def draft(out: np.ndarray, count: int, rng: np.random.Generator, right: float = 0.7) -> Draft:
@@ -59,12 +59,19 @@ def draft(out: np.ndarray, count: int, rng: np.random.Generator, right: float = 
 
 
 def drafted(
-    want: decode_loop.Decoding, text: str, kind: str, params=PARAMS, prompt=PROMPT[:1], right: float = 0.7, **more
+    want: decode_loop.Decoding,
+    text: str,
+    kind: str,
+    params=PARAMS,
+    prompt=PROMPT[:1],
+    right: float = 0.7,
+    steps: int = STEPS,
+    **more,
 ):
     """The same by passes, of which some are right; the state, and how many passes."""
     state, rng, told = begun(text, kind, params, prompt), np.random.default_rng(0), []
-    how, stop = settings(kind, len(prompt), **more), jnp.int32(STEPS)
-    while int(state.count) < STEPS and bool(state.alive.any()):
+    how, stop = settings(kind, len(prompt), **more), jnp.int32(steps)
+    while int(state.count) < steps and bool(state.alive.any()):
         guess = draft(np.asarray(want.out), int(state.count), rng, right)
         state, verdict = verify.verify(params, state, how, guess, stop)
         told.append((int(state.count) + 1, np.asarray(verdict.known)))
@@ -89,6 +96,29 @@ def ties(got: decode_loop.Decoding, want: decode_loop.Decoding) -> bool:
                 assert ids[0] == ids[1]
                 some |= bool(ids[0])
     return some
+
+
+def entries(state: decode_loop.Decoding, row: int) -> list[dict[tuple[int, ...], float]]:
+    """What the score stores of each entry (position, head) of a row, a dict for every tier."""
+    found = []
+    for tier in (tier for layer in state.cache.layers for tier in layer.tiers if tier.columns):
+        pos, head = np.asarray(tier.pos[row]), np.arange(tier.pos.shape[1])[:, None]
+        heads = np.broadcast_to(head if tier.head is None else np.asarray(tier.head[row]), pos.shape)
+        stored = np.asarray(next(iter(tier.columns.values()))[row]).ravel().tolist()
+        found.append(dict(zip(zip(pos.ravel().tolist(), heads.ravel().tolist(), strict=True), stored, strict=True)))
+    return found
+
+
+def rounded(got: decode_loop.Decoding, want: decode_loop.Decoding, case: rig.Case, right: float) -> bool:
+    """Whether logits part at a flush that exchanged entries whose scores are equal but for rounding."""
+    apart = np.abs(np.asarray(got.trace) - np.asarray(want.trace)).max((0, 2)) > 1e-3
+    step = int(apart.argmax())  # the first one that differs; the flush was before it
+    first = plain(case.tight, "either", case.params, PROMPT, steps=step)
+    second, _ = drafted(want, case.tight, "either", case.params, PROMPT, right=right, steps=step)
+    np.testing.assert_array_equal(first.out, second.out)
+    pairs = [pair for row in range(len(PROMPT)) for pair in zip(entries(first, row), entries(second, row), strict=True)]
+    others = [([a[x] for x in a.keys() - b.keys()], [b[x] for x in b.keys() - a.keys()]) for a, b in pairs]
+    return any(a for a, _ in others) and all(np.allclose(sorted(a), sorted(b), 1e-6) for a, b in others)
 
 
 def flipped(got: decode_loop.Decoding, want: decode_loop.Decoding) -> float:
@@ -137,13 +167,14 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
     """Two rows, of unlike lengths, which advance together: one is greedy, one drawn."""
     state = begun(case.tight, "either", case.params, PROMPT)
     if refused(case):
-        with pytest.raises(ValueError, match="draft= .*leave draft= out"):
+        with pytest.raises(ValueError, match="drafter= .*leave drafter= out"):
             draft_model.check(case.params, state.cache)
         return
     draft_model.check(case.params, case.config)
     want = plain(case.tight, "either", case.params, PROMPT)
     got, passes = drafted(want, case.tight, "either", case.params, PROMPT, right=0.85)
-    same(got, want)
+    if np.array_equal(got.out, want.out) or not rounded(got, want, case, 0.85):
+        same(got, want)
     assert passes < 0.7 * STEPS
 
 

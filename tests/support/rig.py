@@ -472,7 +472,7 @@ class Given(Prompts):
 def begun(text: str, prompt: np.ndarray = PROMPT, params: Params = PARAMS) -> tuple[Cache, jax.Array]:
     """The cache after a prompt, and the next logits."""
     config, rows = methods.parse(text), [row[row >= 0].tolist() for row in prompt]
-    read = Given(params=params, config=config, rows=rows, room=STEPS, cost=Cost(), length=prompt.shape[1])
+    read = Given(params=params, config=config, rows=rows, reserve=STEPS, cost=Cost(), length=prompt.shape[1])
     return config.prefill(read)
 
 

@@ -167,7 +167,7 @@ def test_it_learns_what_the_model_says_and_goes_on_after_a_kill(tmp_path):
     assert card["bytes"] == "20kB" and (one / trained_weights.WEIGHTS).stat().st_size <= 20_000 and card["tokens"] > 200
     text = f"drafter(folder={str(one)!r})"
     want = jkv.generate(PARAMS, None, "the quick brown fox", max_new_tokens=12)
-    assert jkv.generate(PARAMS, None, "the quick brown fox", max_new_tokens=12, draft=text).tokens == want.tokens
+    assert jkv.generate(PARAMS, None, "the quick brown fox", max_new_tokens=12, drafter=text).tokens == want.tokens
 
     advance = redrafter.Guessing._tell
 

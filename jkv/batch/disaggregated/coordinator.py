@@ -101,8 +101,8 @@ class Crew:
             buckets=tuple((replace(b, rows=()), min(work.size(b), len(b.rows))) for b in work.buckets),
             greedy=all(r.settings.temperature == 0 for r in requests),
             penalised=any(r.settings.repetition_penalty != 1 for r in requests),
-            store=job.store,
-            draft=job.draft,
+            prefix_cache=job.prefix_cache,
+            drafter=job.drafter,
         )
         done = work.done
         # List the rows in the order of their waves.

@@ -29,7 +29,7 @@ from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.fingerprint import fingerprint
 from jkv.methods import parse
 from jkv.models import Params
-from jkv.prefix_cache.store import Store
+from jkv.prefix_cache.store import PrefixCache
 from jkv.speculative.guard import Trial
 from jkv.utils import memory
 
@@ -44,8 +44,8 @@ class Plan:
         buckets: buckets without their rows, each with the number of rows that decode together.
         greedy: as in `Shapes`.
         penalised: as in `Shapes`.
-        store: prefix cache, or None.
-        draft: name of the drafter, or None.
+        prefix_cache: prefix cache, or None.
+        drafter: name of the drafter, or None.
     """
 
     load: Callable[[], Params]
@@ -53,8 +53,8 @@ class Plan:
     buckets: tuple[tuple[Bucket, int], ...]
     greedy: bool
     penalised: bool
-    store: Store | None = None
-    draft: str | None = None
+    prefix_cache: PrefixCache | None = None
+    drafter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,14 @@ class Worker:
         params = plan.load()
         config = parse(plan.cache).bound(params)
         nowhere = Path()
-        self.job = Job(source=nowhere, out=nowhere, params=params, config=config, store=plan.store, draft=plan.draft)
+        self.job = Job(
+            source=nowhere,
+            out=nowhere,
+            params=params,
+            config=config,
+            prefix_cache=plan.prefix_cache,
+            drafter=plan.drafter,
+        )
         self.pipe, self.plan = pipe, plan
         self.heard: SimpleQueue[Become | Read | Take | None] = SimpleQueue()
         Thread(target=self._hear, daemon=True).start()
@@ -272,7 +279,7 @@ class Worker:
     def _prefilling(self, bucket: int) -> Prefilling:
         """Return the prefill of a bucket, building it if the bucket changed."""
         if self.prompts is None or self.bucket != bucket:
-            self.prompts = Prefilling(self.job.params, self._shapes(bucket), self.cost, self.job.store)
+            self.prompts = Prefilling(self.job.params, self._shapes(bucket), self.cost, self.job.prefix_cache)
             self.bucket = bucket
         return self.prompts
 
@@ -280,7 +287,7 @@ class Worker:
         """Return the slots of a bucket, building them if the bucket changed."""
         if self.slots is None or self.bucket != bucket:
             self._drop()  # free memory before building the next one
-            self.slots = Slots(self.job.params, self._shapes(bucket), self.cost, self.job.drafter, self.trial)
+            self.slots = Slots(self.job.params, self._shapes(bucket), self.cost, self.job.batch_drafter, self.trial)
             self.bucket = bucket
         return self.slots
 

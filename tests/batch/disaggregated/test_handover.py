@@ -164,7 +164,7 @@ def test_a_job_of_stages_is_asked_as_any_other(tmp_path: Path, how: dict[str, An
     task = replace(one, out=tmp_path / "out")
     assert run(one, never, nothing).done == 9
     if "store" in how:
-        more["store"] = jkv.Store(tmp_path / "store")
+        more["store"] = jkv.PrefixCache(tmp_path / "store")
         first = replace(task, out=tmp_path / "first", **more)
         assert run(first, never, nothing, staged(first, (2, 1), LOAD)).saved == 0
         assert written(first) == written(one)
@@ -187,7 +187,7 @@ def broken() -> jkv.Params:
 
 @pytest.mark.slow
 def test_a_drafter_that_fails_in_a_worker_is_told_of(tmp_path: Path, whole: Any):
-    task = job(tmp_path, draft="suffix")
+    task = job(tmp_path, drafter="suffix")
     report = run(task, never, nothing, staged(task, (1, 1), broken))
     assert written(task) == whole
     assert report.draft_failed is not None and report.draft_failed[1] == "RuntimeError: no guess today"

@@ -96,8 +96,8 @@ def triforce(*, tokens: Positive = 4096, page: Positive = 8, newest: Positive = 
     """TriForce: a step reads the first page, others of the best mean keys, `tokens` in all, and the `newest`.
 
     The first query after a flush picks them, and steps read them until the next. It keeps every token: it saves reads,
-    not memory. `draft="triforce(tokens=512)"` copies them out of the cache that verifies, whatever that is, and guesses
-    through the copy with the model's own weights.
+    not memory. `drafter="triforce(tokens=512)"` copies them out of the cache that verifies, whatever that is, and
+    guesses through the copy with the model's own weights.
     """
     pages = PageMean(unit=page, pages=paged("triforce", tokens, page), sinks=page)
     return dict(select=Similar(select=pages, threshold=-2.0), recent=newest)  # whatever later queries are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ def rank_by(fn: Callable[..., Array], queries: int = 0, uniform: bool = False, *
         options: Its other arguments: numbers and texts.
 
     Raises:
-        ValueError: The function is a lambda or a closure.
+        ValueError: The function is a lambda or a closure, or an option is an array or a list.
 
     >>> rank_by(window_attention, queries=32)
     rank_by(jkv.methods.base.window_attention, queries=32, uniform=False)
@@ -102,6 +102,11 @@ def rank_by(fn: Callable[..., Array], queries: int = 0, uniform: bool = False, *
         raise ValueError(
             f"rank_by({fn!r}): programs are compiled anew for each function, and this one is made anew at each call; "
             "define it at the top level of a module, and give what it closes over as keyword arguments of rank_by"
+        )
+    if wrong := [option for option, x in options.items() if not isinstance(x, Hashable)]:
+        raise ValueError(
+            f"rank_by({name}): {', '.join(wrong)}: options are numbers and texts, part of a program's key; a score "
+            "with arrays is a class of its own, which holds them as leaves"
         )
     return RankBy(fn=fn, queries=queries, uniform=uniform, options=tuple(sorted(options.items())))
 

@@ -49,6 +49,12 @@ def test_a_function_that_is_made_anew_is_refused(fn):
         rank_by(fn)
 
 
+@pytest.mark.parametrize("half", [[2.0], np.ones(2)], ids=["list", "array"])
+def test_options_are_hashable(half):
+    with pytest.raises(ValueError, match="half: options are numbers and texts"):
+        rank_by(decayed, half=half)
+
+
 def test_functions_are_parts_with_their_docstrings():
     parts = METHODS["snapkv"].parts
     assert [*parts] == ["Pool", "RankBy", "window_attention", "Tokens"]

@@ -18,7 +18,6 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-
 QUERIES = 256  # the gate's queries whose attention is in memory at once
 OPEN = 1e4  # column of generated tokens, above anything that a gate returns
 

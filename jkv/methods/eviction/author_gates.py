@@ -1,4 +1,4 @@
-"""Scores by weights that the authors publish: KVzap, Fast KVzip, DuoAttention."""
+"""KVzap, Fast KVzip: scores by gates that the authors publish."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
-
 
 GATE_EPS = 1e-6  # epsilon of the gate's norms, whatever the model's is
 

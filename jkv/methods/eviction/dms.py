@@ -19,7 +19,6 @@ from jkv.protocols import Born, Columns, Evidence, Needs, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-
 STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: before training a token leaves with probability sigmoid(-5)
 
 

@@ -1,4 +1,4 @@
-"""Scores of key and value geometry: within blocks (LagKV, CurDKV) and within a prompt (Compactor)."""
+"""LagKV, CurDKV, Compactor: scores of key and value geometry, within blocks or within a prompt."""
 
 from __future__ import annotations
 

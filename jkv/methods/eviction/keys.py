@@ -1,4 +1,4 @@
-"""Scores of the keys and values themselves."""
+"""KeyDiff, key norms, Expected Attention: scores of the keys and values themselves."""
 
 from __future__ import annotations
 

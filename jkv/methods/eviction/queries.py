@@ -19,7 +19,6 @@ from jkv.protocols import Born, Columns, Evidence, Score
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 METHOD = "queries"
 OFFSETS = tuple(2**i for i in range(17))  # distances to future queries: 1, 2, 4, ..., 65536
 

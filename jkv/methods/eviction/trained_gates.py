@@ -22,7 +22,6 @@ from jkv.protocols import Born, Columns, Evidence, Score
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-
 LEAST = 1e-30  # a gate may round to 1 in float32, where age must still count
 
 

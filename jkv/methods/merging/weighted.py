@@ -1,4 +1,4 @@
-"""Merges of evicted tokens into kept tokens, by weighted means."""
+"""KVMerger, Elastic Cache, EMS: evicted tokens merge into kept ones, by weighted means."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jkv.methods.config import CacheConfig
     from jkv.models import ModelConfig, Params
 
-
 AGAIN = "\n\nRepeat the text above exactly, word for word.\n\n"
 GO_ON = "\n\nRepeat the text above exactly, word for word, from here on:"
 

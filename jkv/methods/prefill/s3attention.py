@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jkv.models import ModelConfig
     from jkv.models.rope import Rope
 
-
 METHOD = "s3attention"
 KEYS, QUERIES = 0, 1  # index into `centre` and `bias`
 

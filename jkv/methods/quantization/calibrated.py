@@ -19,7 +19,6 @@ from jkv.methods.registry import Axes, Positive, method
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 C = TypeVar("C", bound="Calibrated")
 Side = Literal["keys", "plain", "values"]  # "keys": rotated, "plain": un-rotated keys
 SIDES: tuple[Side, ...] = ("keys", "plain", "values")

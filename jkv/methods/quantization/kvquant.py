@@ -22,7 +22,6 @@ from jkv.protocols import Code, Codec
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 BINS = 4096  # bins of a histogram of numbers in [-1, 1]
 ROUNDS = 50
 

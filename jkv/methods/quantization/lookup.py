@@ -1,4 +1,4 @@
-"""Codecs by a small table, x ~ s * table[code], and block floating point."""
+"""TurboQuant: codes in a small table, x ~ s * table[code]."""
 
 from __future__ import annotations
 

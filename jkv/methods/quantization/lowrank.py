@@ -1,4 +1,4 @@
-"""Low-rank codecs: keys and values of several heads as one shared latent."""
+"""Palu, CSKV, kvheads: keys and values of several heads as one low-rank latent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from jkv.protocols import Codec
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
-
 
 LEAST = 1e-6  # share of the largest eigenvalue below which an eigenvalue is rounding error
 STEP = 8  # ranks are multiples of this, for packed bytes and Hadamard matrices

@@ -23,7 +23,6 @@ from jkv.protocols import Code, Codec
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-
 MOST = 255  # tokens that are kept unmerged, because one byte indexes them
 SMALL = 1e-6
 

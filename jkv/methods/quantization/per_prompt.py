@@ -1,4 +1,4 @@
-"""SVDq, ShadowKV, xKV: codecs fitted on each prompt, with subspaces and steps of its own keys."""
+"""SVDq, xKV: codecs fitted on each prompt, with subspaces and steps of its own keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
-
 
 BITS = (0, 1, 2, 3, 4, 8)
 

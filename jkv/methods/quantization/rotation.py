@@ -1,4 +1,4 @@
-"""Codecs in another basis: x ~ mean + back(y), y the inner codec's approximation of into(x - mean)."""
+"""int8, int4, int3, RotateKV; codecs in another basis: x ~ mean + back(y), y ~ into(x - mean) in the inner codec."""
 
 from __future__ import annotations
 

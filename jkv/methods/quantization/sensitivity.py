@@ -14,7 +14,6 @@ from jkv.methods.quantization.calibrated import unpacked
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 WIDTHS = (2, 3, 4)  # bits of the tables that calibration makes
 C = TypeVar("C", bound="Weighed")
 Side = Literal["plain", "values"]  # "plain": un-rotated keys

@@ -20,7 +20,6 @@ from jkv.protocols import Entered, Look, Needs
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 METHOD = "attentionpredictor"
 LEAST_ROWS = 8  # the two ends of a history must not overlap the rows that slide between them
 

@@ -14,7 +14,6 @@ from jkv.protocols import Look, Selector
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
 
-
 Join = Literal["max", "sum"]
 
 

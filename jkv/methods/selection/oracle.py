@@ -1,4 +1,4 @@
-"""Selectors that score tokens and pages by their own logits."""
+"""TokenSelect, TriForce: tokens and pages by their own logits."""
 
 from __future__ import annotations
 

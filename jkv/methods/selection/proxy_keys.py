@@ -18,7 +18,6 @@ from jkv.protocols import Entered, Look, Selector
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
 
-
 METHOD = "channels"
 
 

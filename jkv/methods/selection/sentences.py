@@ -24,7 +24,6 @@ from jkv.protocols import Born, Columns, Entered, Evidence, Look
 if TYPE_CHECKING:
     from jkv.models import Params
 
-
 START, ENDS = "sentence", "ends"  # columns: position of the sentence's first token; 1 for its last token
 MARKS = re.compile(r"""\s*(?:[.!?…。！？]+["'”’)\]」』]*|\n\s*\n)\s*""")
 

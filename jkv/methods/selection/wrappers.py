@@ -1,4 +1,4 @@
-"""Wrappers that reuse a selector's choice in other layers or in later steps."""
+"""IndexCache, similar, vote: a selector's choice in other layers and in later steps, and how query heads agree."""
 
 from __future__ import annotations
 

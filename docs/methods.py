@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from jkv.methods import CATALOGUE, pairs
-from jkv.methods.registry import Row
-from jkv.methods.rows import ROWS
+from jkv.methods import METHODS, pairs
+from jkv.methods.catalogue import FAMILIES, family
+from jkv.methods.registry import Method
 from jkv.models import TINY, read_config
 
 HEAD = """# Methods
@@ -25,18 +25,17 @@ Every method that scores tokens goes with every one that codes or selects them, 
 def table() -> str:
     """A heading a family, and three lines a method."""
     out = [HEAD]
-    for family in ROWS:
-        out.append(f"\n## {(family.__doc__ or '').rstrip('.')}\n")
-        for r in CATALOGUE.values():
-            if r.make.__module__ == family.__name__:
-                source = "" if r.paper == "-" else f" ({r.paper})"
-                out += [f"\n**`{r.name}`**{source}: {' '.join(r.text.split())}\n", f"- here: {r.exactness}\n"]
-                out += [f"- bits of a number: {bits(r)}\n"] if r.bits(64) else []
-                out += [f"- promised: {r.claim}\n"] if r.claim else []
+    for heading, modules in FAMILIES.items():
+        out.append(f"\n## {heading}\n")
+        for r in (METHODS[name] for module in modules for name in family(module)):
+            source = "" if r.paper == "-" else f" ({r.paper})"
+            out += [f"\n**`{r.name}`**{source}: {' '.join(r.docstring.split())}\n", f"- here: {r.exactness}\n"]
+            out += [f"- bits of a number: {bits(r)}\n"] if r.bits(64) else []
+            out += [f"- promised: {r.claim}\n"] if r.claim else []
     return "".join(out)
 
 
-def bits(r: Row) -> str:
+def bits(r: Method) -> str:
     """What a number of keys and of values takes, by tier."""
     both = zip(r.bits(64), r.bits(128), strict=True)
     return "; ".join(f"keys {a:.3g} / {c:.3g}, values {b:.3g} / {d:.3g}" for (a, b), (c, d) in both)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jkv.generation.step import branch, step
     from jkv.io.from_pytree import from_tree
     from jkv.io.load import load
-    from jkv.methods import CATALOGUE, parse
+    from jkv.methods import METHODS, parse
     from jkv.methods.config import CacheConfig, TierSpec
     from jkv.prefix_cache.chunk_reuse import ChunkCache
     from jkv.prefix_cache.store import PrefixCache
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CATALOGUE",
+    "METHODS",
     "Cache",
     "CacheConfig",
     "Receipt",
@@ -61,7 +61,7 @@ __all__ = [
 
 # The module of each name. It is imported when the name is first used: `jkv --help` need not wait for jax.
 _HOMES = {
-    "CATALOGUE": "methods",
+    "METHODS": "methods",
     "Cache": "cache.cache",
     "CacheConfig": "methods.config",
     "Receipt": "generation.receipt",

@@ -1,4 +1,4 @@
-"""Laws that every composition obeys, whatever its method; every row of the catalogue is in one."""
+"""Laws that every composition obeys, whatever its method; every method of the catalogue is in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jkv
 from jkv import models
 from jkv.cache.padding import positions
 from jkv.core import decode_loop, sampling
-from jkv.methods import CATALOGUE
+from jkv.methods import METHODS
 from jkv.methods.budgets.layers import pyramid
 from support import rig
 from support.poison import poison
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4  # float32 logits of size 1, sums of at most 142 terms in anoth
 
 
 def test_every_row_is_in_a_composition_that_is_tested():
-    assert set(rig.OWN) <= set(CATALOGUE) == set(CASES)
+    assert set(rig.OWN) <= set(METHODS) == set(CASES)
     for name, cases in CASES.items():
         assert any(name in {part.partition("(")[0].strip() for part in c.text.split("|")} for c in cases), name
 

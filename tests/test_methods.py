@@ -22,7 +22,7 @@ from jkv.core.decode_loop import prefill_own
 from jkv.core.deferred_prefill import compress, probe, statistics
 from jkv.core.flush import flush
 from jkv.generation import receipt
-from jkv.methods import CATALOGUE, pairs, parse
+from jkv.methods import METHODS, pairs, parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import resolve
 from jkv.prompts.allocation import CacheShape
@@ -34,13 +34,13 @@ MODEL, L = rig.MODEL, rig.L
 PAIRS = pairs(MODEL)
 
 
-@pytest.mark.parametrize("name", sorted(CATALOGUE))
-def test_every_row_says_what_it_is(name):
-    row = CATALOGUE[name]
-    assert row.about and row.exactness and row.paper and row.axes
-    assert bool(row.claim) == (row.paper != "-" or name == "arkv")  # a paper without a number
-    assert row.parts or {*row.axes} <= {"pooled", "append", "steps", "layers", "predicted_sinks"}
-    assert all(row.parts.values())
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_says_what_it_is(name):
+    method = METHODS[name]
+    assert method.summary and method.exactness and method.paper and method.axes
+    assert bool(method.claim) == (method.paper != "-" or name == "arkv")  # a paper without a number
+    assert method.parts or {*method.axes} <= {"pooled", "append", "steps", "layers", "predicted_sinks"}
+    assert all(method.parts.values())
 
 
 @pytest.mark.parametrize("name", sorted(rig.CASES))
@@ -143,10 +143,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(CATALOGUE) - rig.AROUND))
-def test_every_row_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
+@pytest.mark.parametrize("name", sorted(set(METHODS) - rig.AROUND))
+def test_every_method_reads_a_prompt_longer_than_a_tile_of_queries_at_its_defaults(name):
     """Traced, one piece of a prompt after another: what a score asks of many queries is never one tile of them."""
-    given = ["budget=512"] if "budget" in CATALOGUE[name].arguments else []
+    given = ["budget=512"] if "budget" in METHODS[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     config = parse(f"{name}({', '.join(given)})").bound(rig.PARAMS)
     length, model = 10 * QUERIES, replace(reaching(MODEL, 20 * QUERIES), context=20 * QUERIES)
@@ -182,11 +182,11 @@ def test_a_config_can_chunk_where_check_accepts_chunks():
 
 
 @pytest.mark.slow  # some 150 prompts are traced
-@pytest.mark.parametrize("name", sorted(CATALOGUE))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
-    parameters = inspect.signature(CATALOGUE[name].make).parameters.values()
+    parameters = inspect.signature(METHODS[name].make).parameters.values()
     for argument in (p for p in parameters if p.annotation in ("int", "int | None", "Positive")):
-        given = ({"budget": 64} if CATALOGUE[name].sized else {}) | FOLDERS.get(name, {})
+        given = ({"budget": 64} if METHODS[name].sized else {}) | FOLDERS.get(name, {})
         given[argument.name] = int(argument.annotation == "Positive")
         try:
             text = f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
@@ -206,7 +206,7 @@ def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
 @pytest.mark.slow  # some 700 flushes are traced
 @pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))
 def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
-    given = ["budget=2048"] if "budget" in CATALOGUE[name].arguments else []
+    given = ["budget=2048"] if "budget" in METHODS[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
     for other in admitted:

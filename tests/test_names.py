@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +35,24 @@ RETIRED = frozenset(
 )
 def test_what_a_newcomer_looks_for_is_a_file_or_a_folder(word: str):
     assert any(word in stem for stem in STEMS)
+
+
+def places(root: Path) -> dict[str, list[str]]:
+    """The files below a folder that define a function of a method's name: what `rg 'def h2o'` finds."""
+    found: dict[str, list[str]] = {name: [] for name in jkv.METHODS}
+    for path in sorted(root.rglob("*.py")):
+        for name in re.findall(r"(?m)^def (\w+)\(", path.read_text("utf-8")):
+            found.get(name, []).append(path.stem)
+    return found
+
+
+def test_a_method_stands_in_one_file():
+    modules = {name: x.make.__module__.rpartition(".")[2] for name, x in jkv.METHODS.items()}
+    assert places(ROOT / "methods") == {name: [module] for name, module in modules.items()}
+    newcomers = ("h2o", "kivi", "kvquant", "lrqk", "quest", "snapkv", "trimkv")
+    assert {name: places(ROOT)[name] for name in newcomers} == {
+        name: [name if name != "trimkv" else "trained_gates"] for name in newcomers
+    }
 
 
 def test_retired_words_name_no_module_class_or_function():

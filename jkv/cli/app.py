@@ -47,7 +47,7 @@ from jkv.utils.json_results import versions
 
 if TYPE_CHECKING:
     from jkv.generation.inspect import Summary
-    from jkv.methods.registry import Row
+    from jkv.methods.registry import Method
     from jkv.models import Params
 
 CACHE = "snapkv(budget=512) | int4"
@@ -284,7 +284,7 @@ def methods(
     pairs: Annotated[bool, typer.Option("--pairs", help="Show which pairs of methods can be combined.")] = False,
 ) -> None:
     """List the methods that a --cache can combine, or describe one of them."""
-    from jkv.methods import CATALOGUE, known
+    from jkv.methods import METHODS, known
 
     if name is not None and pairs:
         raise ValueError(f"--pairs is about all methods, and {name} is one: leave out one of the two")
@@ -293,35 +293,36 @@ def methods(
     if pairs:
         return _pairs(as_json)
     if as_json:
-        print(json.dumps([_listed(r) for r in CATALOGUE.values()], indent=2))
+        print(json.dumps([_listed(r) for r in METHODS.values()], indent=2))
         return
     table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
-    for head in ("name", "paper", "axes", "exactness", "about"):
+    for head in ("name", "paper", "axes", "exactness", "summary"):
         table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
-    for r in CATALOGUE.values():
-        table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.about)
+    for r in METHODS.values():
+        table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.summary)
     console.show(table)
 
 
-def _listed(row: Row) -> dict[str, Any]:
-    return {k: getattr(row, k) for k in ("name", "paper", "claim", "exactness", "axes", "about")}
+def _listed(method: Method) -> dict[str, Any]:
+    return {k: getattr(method, k) for k in ("name", "paper", "claim", "exactness", "axes", "summary")}
 
 
-def _method(row: Row, as_json: bool) -> None:
+def _method(method: Method, as_json: bool) -> None:
     """Print one method: arguments with defaults, paper, claim, exactness, bits, and the parts it consists of."""
     if as_json:
-        arguments = {k: "required" if x is ... else x for k, x in row.arguments.items()}
-        print(json.dumps({**_listed(row), "arguments": arguments, "text": row.text, "parts": row.parts}, indent=2))
+        arguments = {k: "required" if x is ... else x for k, x in method.arguments.items()}
+        more = {"arguments": arguments, "docstring": method.docstring, "parts": method.parts}
+        print(json.dumps(_listed(method) | more, indent=2))
         return
-    print(f"{row.name}({', '.join(k if x is ... else f'{k}={x!r}' for k, x in row.arguments.items())})")
-    print(f"\n{row.text}\n")
+    print(f"{method.name}({', '.join(k if x is ... else f'{k}={x!r}' for k, x in method.arguments.items())})")
+    print(f"\n{method.docstring}\n")
     for what in ("paper", "claim", "exactness"):
-        print(f"{what:10}{getattr(row, what) or '-'}")
-    print(f"{'axes':10}{', '.join(row.axes)}")
+        print(f"{what:10}{getattr(method, what) or '-'}")
+    print(f"{'axes':10}{', '.join(method.axes)}")
     for dim in (64, 128):
-        for k, v in row.bits(dim):
+        for k, v in method.bits(dim):
             print(f"{'bits':10}{k:.3g} a number of keys, {v:.3g} of values, with {dim} channels, metadata included")
-    for part, text in row.parts.items():
+    for part, text in method.parts.items():
         print(f"\n{part}: {text}")
 
 

@@ -21,10 +21,10 @@ from jkv.core.layer_step import attended, embedded, entering, mixed
 from jkv.eval.attention_recall import to_spare
 from jkv.generation.receipt import divergence, tier_bits
 from jkv.methods import as_config
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefill.deferred import Coded
-from jkv.methods.quantization import Dense
 from jkv.methods.quantization.rotation import Turned
 from jkv.models import Params, family
 from jkv.prompts.allocation import CacheShape

@@ -22,7 +22,7 @@ from jkv.eval.selector_recall import layer_queries
 from jkv.eval.selector_recall import recovered as of_picks
 from jkv.eval.tasks import Example, niah, scbench
 from jkv.io.fingerprint import fingerprint
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.models.weights.linear import forms
@@ -111,15 +111,15 @@ def catalogue(length: int, params: Params, keeps: Sequence[float] = KEEPS) -> li
     ['snapkv(budget=256)', 'snapkv(budget=256) | int8', 'snapkv(budget=256) | int4']
     """
     out = []
-    for row in CATALOGUE.values():
-        takes = row.arguments
+    for method in METHODS.values():
+        takes = method.arguments
         # A budget, a number of selected pages, or a method without a size.
-        if row.sized and takes["keep"] is None:  # else it has a fraction of its own
-            out += [f"{row.name}(budget={int(keep * length)})" for keep in keeps]
+        if method.sized and takes["keep"] is None:  # else it has a fraction of its own
+            out += [f"{method.name}(budget={int(keep * length)})" for keep in keeps]
         elif "pages" in takes:
-            out += [f"{row.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
-        elif not {*row.axes} <= {"append", "pooled", "merge", "prefill", "vote", "steps", "layers", "values"}:
-            out.append(row.name)
+            out += [f"{method.name}(pages={int(keep * length) // takes['page']})" for keep in keeps]
+        elif not {*method.axes} <= {"append", "pooled", "merge", "prefill", "vote", "steps", "layers", "values"}:
+            out.append(method.name)
     out += [f"snapkv(budget={int(keep * length)}) | {code}" for keep in keeps for code in ("int8", "int4")]
     return [text for text in out if has_weights(parse(text), params)]
 

@@ -1,13 +1,13 @@
-"""Method families: groups of caches for plots and tables, derived from catalogue rows."""
+"""Method families: groups of caches for plots and tables, derived from the axes that methods fill."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from jkv.methods import known
+from jkv.methods.base import Dense
 from jkv.methods.budgets.sizes import Size
-from jkv.methods.quantization import Dense
-from jkv.methods.registry import Axes, Row
+from jkv.methods.registry import Axes, Method
 from jkv.protocols import Prefill
 
 
@@ -26,7 +26,7 @@ def _evicts(a: Axes) -> bool:
 
 FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
 # The first match is the family: a trained merge counts as merging, a codec with per-layer sizes as precision.
-FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
+FAMILIES: dict[str, Callable[[Method, Axes], bool]] = {
     "selection: a step reads a part": lambda _, a: bool({"select", "vote", "steps", "layers"} & {*a}),
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
     "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
@@ -41,14 +41,14 @@ FAMILIES: dict[str, Callable[[Row, Axes], bool]] = {
 ORDER = (*reversed(FAMILIES), JOINED, OTHER)  # plainest family first
 
 
-def of_row(row: Row) -> str:
+def of_method(method: Method) -> str:
     """Return the family of one catalogue method, by the axes that its defaults fill.
 
-    >>> of_row(known("h2o")), of_row(known("kivi"))
+    >>> of_method(known("h2o")), of_method(known("kivi"))
     ('eviction by all queries so far', 'precision: fewer bits, or channels')
     """
-    filled = row.filled
-    return next(name for name, meets in FAMILIES.items() if meets(row, filled))
+    filled = method.filled
+    return next(name for name, meets in FAMILIES.items() if meets(method, filled))
 
 
 def family(cache: str) -> str:
@@ -58,7 +58,7 @@ def family(cache: str) -> str:
     ('eviction by the latest queries', 'several methods joined', 'other')
     """
     try:
-        rows = [known(stage.split("(")[0].strip()) for stage in cache.split("|")]
+        methods = [known(stage.split("(")[0].strip()) for stage in cache.split("|")]
     except ValueError:
         return OTHER
-    return of_row(rows[0]) if len(rows) == 1 else JOINED
+    return of_method(methods[0]) if len(methods) == 1 else JOINED

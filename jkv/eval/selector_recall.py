@@ -21,7 +21,7 @@ from jkv.attention.mask import causal, visible
 from jkv.cache.cache import tree_bytes
 from jkv.cache.empty import index_shapes
 from jkv.kernels import SLOTS
-from jkv.methods.eviction.attention import MASS
+from jkv.methods.eviction.h2o import MASS
 from jkv.models import Params, family, fresh
 from jkv.models import layer as block
 from jkv.protocols import Entered, Look, Queries, Selector

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jkv import kernels
 from jkv.arrays.pytree import leaf, part
 from jkv.cache.spec import LayerConfig, TierConfig
+from jkv.methods.base import Dense, Newest, Within
 from jkv.methods.budgets.sizes import All, Tokens
-from jkv.methods.eviction.position import Newest
-from jkv.methods.quantization import Dense, Within
 from jkv.protocols import (
     PROBED,
     Born,

@@ -16,6 +16,7 @@ from jkv.methods.budgets.sizes import All, Size
 from jkv.methods.config import CacheConfig
 from jkv.methods.parser import parse
 from jkv.methods.quantization.per_layer import Planned
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Budget, Codec
 
 METHOD = "layers"
@@ -155,3 +156,18 @@ def bare(config: CacheConfig) -> tuple[Any, ...]:
     plain = {"budget": config.budget.of(lambda _: All()), "codec": CacheConfig().codec}
     frame = replace(config, **plain, tiers=tiers, name="", exactness="")
     return frame, *((tier.k is None, tier.v is None) for tier in config.tiers)
+
+
+@method(
+    "-",
+    "as the caches that it chooses from are; the plan is what `jkv calibrate layers` measured",
+    "",
+)
+def planned(*, plan: str | None = None) -> Axes:
+    """Each layer with the budget and the codecs that a plan gives it: more bytes where the predictions need them.
+
+    plan: a folder of `jkv calibrate layers`, without which no cache can be made.
+    """
+    if plan is None:
+        return dict(codec=(Planned(), Planned()))
+    return Plan.read(plan).axes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.registry import ARGUMENTS, AROUND, CATALOGUE, SCHEDULE, SIZES, Axes, Row
+from jkv.methods.registry import ARGUMENTS, AROUND, METHODS, SCHEDULE, SIZES, Axes, Method
 from jkv.utils.call_syntax import read_call
 
 if TYPE_CHECKING:
@@ -62,21 +62,21 @@ def parse(text: str) -> CacheConfig:
     return config
 
 
-def known(name: str) -> Row:
+def known(name: str) -> Method:
     """Look up a method of the catalogue.
 
     Raises:
         ValueError: The name is unknown; the message suggests the nearest one.
     """
-    if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, 1)
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, 1)
         raise ValueError(
             f"unknown method {name!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
         )
-    return CATALOGUE[name]
+    return METHODS[name]
 
 
-def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
+def _argument_error(entry: Method, arguments: dict[str, Any], fallback: str) -> str:
     """Error message for an argument that the method does not take; `fallback` if all are known."""
     known = [*entry.arguments, *ARGUMENTS]
     for name in arguments:
@@ -109,10 +109,10 @@ def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
         For each pair of names, the reason why the pair is refused, or "".
     """
     out, model = {}, replace(model, context=16 * budget)
-    for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
+    for first in (r for r in METHODS.values() if {"score", "budget"} <= {*r.axes}):
         takes = "budget" in first.arguments
         text = f"{first.name}(budget={budget})" if takes else first.name
-        for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
+        for second in (r for r in METHODS.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
             try:
                 check(parse(f"{text} | {second.name}"), model)
                 out[first.name, second.name] = ""

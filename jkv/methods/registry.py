@@ -1,4 +1,4 @@
-"""Rows of the catalogue: each method is a function from its arguments to the config axes that it fills."""
+"""The registry of methods: each is a function from its arguments to the config axes that it fills."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jkv.methods.budgets.sizes import Bytes, Keep, Size, Tokens, beyond
 from jkv.methods.config import MOST, CacheConfig
-from jkv.methods.prefill.deferred import compressed
-from jkv.methods.selection.wrappers import over_layers, over_steps, voted
-from jkv.methods.values import valued
 from jkv.utils.validation import read_bytes
 
+F = TypeVar("F", bound=Callable[..., Any])
 Axes = dict[str, Any]  # field of CacheConfig, or a key of AROUND -> value
 FOLDER = "str | None"  # annotation of arguments that name a folder
 Positive = int  # annotation of arguments that are 1 or more; other integers may be 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Method:
     """One method of the catalogue. Calling it with its arguments returns the config axes that it fills.
 
     Attributes:
@@ -41,12 +39,12 @@ class Row:
     make: Callable[..., Axes]
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         """First line of the method's docstring."""
-        return self.text.split("\n")[0]
+        return self.docstring.split("\n")[0]
 
     @property
-    def text(self) -> str:
+    def docstring(self) -> str:
         """Docstring of the method."""
         return inspect.getdoc(self.make) or ""
 
@@ -130,8 +128,8 @@ class Row:
     def bits(self, dim: int) -> list[tuple[float, float]]:
         """Bits per number of keys and values with `dim` channels, metadata included, for each tier that is coded.
 
-        >>> from jkv.methods import CATALOGUE
-        >>> CATALOGUE["int4"].bits(64), CATALOGUE["snapkv"].bits(64)
+        >>> from jkv.methods import METHODS
+        >>> METHODS["int4"].bits(64), METHODS["snapkv"].bits(64)
         ([(5.0, 5.0)], [])
         """
         made = CacheConfig(**{axis: x for axis, x in self.filled.items() if axis in ("codec", "tiers")})
@@ -142,20 +140,22 @@ class Row:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Classes that the method is made of, and their docstrings.
+        """Classes and functions that the method is made of, and their docstrings.
 
-        >>> from jkv.methods import CATALOGUE
-        >>> list(CATALOGUE["snapkv"].parts)
-        ['Pool', 'WindowMass', 'Tokens']
+        >>> from jkv.methods import METHODS
+        >>> list(METHODS["snapkv"].parts)
+        ['Pool', 'RankBy', 'window_attention', 'Tokens']
         """
         return dict(_parts(self.filled))
 
 
 def _parts(filled: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name and docstring of every dataclass in the filled axes, depth first."""
+    """Yield the name and docstring of every dataclass and function in the filled axes, depth first."""
     if isinstance(filled, dict | tuple):
         for x in filled.values() if isinstance(filled, dict) else filled:
             yield from _parts(x)
+    elif inspect.isfunction(filled):
+        yield filled.__name__, inspect.getdoc(filled) or ""
     elif is_dataclass(filled):
         yield type(filled).__name__, inspect.getdoc(type(filled)) or ""
         yield from _parts(tuple(getattr(filled, f.name) for f in fields(filled)))
@@ -183,20 +183,9 @@ AXES = (
 )
 
 
-def _around(axis: str, wrap: Callable[[Any, Any], Any]) -> tuple[str, Callable[[CacheConfig, Any], CacheConfig]]:
-    """An entry of AROUND: the axis it changes, and the function that wraps the config's value of that axis."""
-    return axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
-
-
-# axes that wrap another axis of the config, whichever row fills that one
-AROUND = {
-    "append": _around("budget", beyond),
-    "compression": _around("prefill", compressed),
-    "vote": _around("select", voted),
-    "steps": _around("select", over_steps),
-    "layers": _around("select", over_layers),
-    "values": ("tiers", valued),
-}
+Wrap = Callable[[CacheConfig, Any], CacheConfig]  # wraps an axis of a config with what a method gave
+# name -> (axis, how to wrap it): axes that wrap another axis of the config, whichever method fills that one
+AROUND: dict[str, tuple[str, Wrap]] = {}
 SCHEDULE = ("recent", "sinks", "block")  # a composition takes the largest value that one of its methods asks for
 ARGUMENTS = (
     *SCHEDULE,
@@ -210,10 +199,10 @@ ARGUMENTS = (
     "device_bytes",
 )  # arguments of every method
 SIZES = ("budget", "keep", "bytes")  # arguments of every method with a budget
-CATALOGUE: dict[str, Row] = {}
+METHODS: dict[str, Method] = {}
 
 
-def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
+def method(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., Axes]], Callable[..., Axes]]:
     """Register the decorated function as a method of the catalogue, under its own name.
 
     Args:
@@ -223,10 +212,28 @@ def row(paper: str, exactness: str, claim: str = "") -> Callable[[Callable[..., 
     """
 
     def add(make: Callable[..., Axes]) -> Callable[..., Axes]:
-        CATALOGUE[make.__name__] = Row(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
+        METHODS[make.__name__] = Method(name=make.__name__, paper=paper, exactness=exactness, claim=claim, make=make)
         return make
 
     return add
+
+
+def around(name: str, axis: str) -> Callable[[F], F]:
+    """Register the decorated function in AROUND: (value of `axis`, what the method gave) -> the wrapped value.
+
+    Args:
+        name: Key under which methods give it.
+        axis: Axis of the config that it wraps.
+    """
+
+    def add(wrap: F) -> F:
+        AROUND[name] = axis, lambda config, given: replace(config, **{axis: wrap(getattr(config, axis), given)})
+        return wrap
+
+    return add
+
+
+around("append", "budget")(beyond)
 
 
 def size(budget: int | None = None, keep: float | None = None, bytes: Any = None) -> Size:
@@ -256,6 +263,3 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
     return Keep(keep=float(keep))
-
-
-assert set(AXES) - set(AROUND) <= {f.name for f in fields(CacheConfig)}

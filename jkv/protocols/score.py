@@ -69,7 +69,3 @@ class Score:
         +inf is always kept and -inf is evicted; of equal ranks the older token stays.
         """
         raise NotImplementedError
-
-    def by_query_head(self, ev: Evidence) -> Array:
-        """Return the rank by each query head, f32[B,Hs,G,S], whose mean is `rank`; by default `rank` with G = 1."""
-        return self.rank(ev)[:, :, None]

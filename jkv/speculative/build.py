@@ -9,7 +9,7 @@ from typing import Any
 
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods.parser import parse
-from jkv.methods.registry import CATALOGUE
+from jkv.methods.registry import METHODS
 from jkv.models import Params
 from jkv.speculative.autoregressive import Drawing
 from jkv.speculative.combined import Either
@@ -70,7 +70,7 @@ def build_batch_drafter(text: str, params: Params) -> Drafter:
 def _named(text: str, params: Params) -> Drafter:
     """Build a drafter by its text form."""
     word = re.split(r"[(|]", text, maxsplit=1)[0].strip()
-    if word in CATALOGUE:
+    if word in METHODS:
         config = parse(text)
         return Excerpts(config) if config.reads_part else Through(params, config)
     one, bar, other = text.partition("|")

@@ -10,7 +10,7 @@ from jkv import kernels
 from jkv.arrays.online_softmax import nothing
 from jkv.methods import parse
 from jkv.methods.config import resolve
-from jkv.methods.merging.residual import MeanToken, Token
+from jkv.methods.merging.razorattention import MeanToken, Token
 from jkv.models.softcap import Capped
 from support import rig
 from support.tiny import CAPPED, PARAMS

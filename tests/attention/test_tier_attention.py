@@ -23,33 +23,31 @@ from jkv.cache.empty import empty_tier
 from jkv.cache.spec import LayerConfig, TierConfig
 from jkv.core.merge import Newcomers
 from jkv.core.slot_writes import admit
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.eviction.keys import KeyNorm
-from jkv.methods.eviction.sentences import ENDS, START
-from jkv.methods.quantization import (
-    Affine,
-    Dense,
-    Float,
-    Float4,
-    Gear,
-    LowRank,
-    Mixed,
-    Nsn,
-    OfPrompt,
-    Polar,
-    Rotated,
-    Separable,
-    Sparse,
-    Ternary,
-)
 from jkv.methods.quantization.calibrated import Centered, Principal, Sorted
-from jkv.methods.quantization.lookup import Bfp
-from jkv.methods.quantization.sensitivity import Sensitive, Transformed
+from jkv.methods.quantization.float4 import Float4
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.gear import Gear
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.ksort import Bfp
+from jkv.methods.quantization.kvquant import Sensitive
+from jkv.methods.quantization.kvtc import Transformed
+from jkv.methods.quantization.lowrank import LowRank
+from jkv.methods.quantization.nsnquant import Nsn
+from jkv.methods.quantization.per_channel_scale import Separable
+from jkv.methods.quantization.per_prompt import OfPrompt
+from jkv.methods.quantization.polar import Polar
+from jkv.methods.quantization.rotation import Rotated
+from jkv.methods.quantization.sparse import Sparse
 from jkv.methods.quantization.think import Thinned
+from jkv.methods.quantization.vidkv import Mixed, Ternary
 from jkv.methods.selection.proxy_keys import Proxies
 from jkv.methods.selection.quest import PageBound
+from jkv.methods.selection.sentences import ENDS, START
 from jkv.protocols import Codec, Queries, Selector
 from support import rig
 from support.looks import entered
@@ -58,7 +56,7 @@ from support.rig import CASES, LONGEST, MODEL, STEPS, D, G, H, L
 PAGES = (1, 12)  # of slots that share a scale: one, and a part that ends inside another one's
 ROPE, ROWS = replace(MODEL.ropes[0], longest=1 << 16), 2  # a tier of two whole units is longer than the context
 ROOMY = replace(MODEL, context=1 << 16)  # for the budgets and windows of all rows
-SELECTORS = [parse(CASES[row.name][0].tight).select for row in CATALOGUE.values() if "select" in row.axes]
+SELECTORS = [parse(CASES[method.name][0].tight).select for method in METHODS.values() if "select" in method.axes]
 SELECTORS = [getattr(x, "select", x) for x in SELECTORS]  # without what is around one
 SELECTORS = list({type(x): x for x in SELECTORS if not x.arranges}.values())  # one of each kind that any codec takes
 KNOWN = ("mass", START, ENDS)  # columns that selectors ask for
@@ -260,7 +258,7 @@ def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: i
         np.testing.assert_allclose(bound, best, atol=1e-5)
 
 
-MELTING = [CASES[row.name][-1].tight for row in CATALOGUE.values() if row.filled.get("merge")]
+MELTING = [CASES[method.name][-1].tight for method in METHODS.values() if method.filled.get("merge")]
 
 
 @pytest.mark.slow

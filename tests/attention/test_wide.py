@@ -25,7 +25,7 @@ from jkv.core.layer_step import none
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig, TierSpec, resolve
 from jkv.methods.merging.lococo import Mixtures, start
-from jkv.methods.quantization import Separable
+from jkv.methods.quantization.per_channel_scale import Separable
 from jkv.models import ModelConfig, Params, llama
 from jkv.prompts.allocation import CacheShape
 from support import rig

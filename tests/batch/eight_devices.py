@@ -28,7 +28,8 @@ from jkv.engine.scheduler import arrange
 from jkv.engine.spec import Shapes
 from jkv.generation.sampling_params import SamplingParams
 from jkv.methods.config import CacheConfig, TierSpec
-from jkv.methods.quantization import Affine, LowRank
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.lowrank import LowRank
 from jkv.models import Params
 from jkv.prompts.allocation import CacheShape
 

@@ -127,19 +127,19 @@ def test_a_prompt_from_a_file_and_from_stdin(tiny, tmp_path):
 
 def test_methods_are_the_catalogue():
     told = json.loads(call("methods", "--json").stdout)
-    assert {r["name"] for r in told} == set(jkv.CATALOGUE)
-    assert all(r["exactness"] and r["about"] and r["axes"] for r in told)
+    assert {r["name"] for r in told} == set(jkv.METHODS)
+    assert all(r["exactness"] and r["summary"] and r["axes"] for r in told)
     assert "16 long-context sets" in next(r["claim"] for r in told if r["name"] == "snapkv")
     table = call("methods").stdout
-    assert all(name in table for name in jkv.CATALOGUE) and "2404.14469" in table
+    assert all(name in table for name in jkv.METHODS) and "2404.14469" in table
 
 
 def test_a_method_says_what_it_takes_and_is_made_of():
     text = call("methods", "snapkv").stdout
     assert text.startswith("snapkv(budget=None, keep=None, bytes=None, window=") and "16 long-context sets" in text
-    assert "WindowMass: " in text and "2404.14469" in text
+    assert "window_attention: " in text and "2404.14469" in text
     told = json.loads(call("methods", "pyramidkv", "--json").stdout)
-    assert told["arguments"]["keep"] is None and {"Pyramid", "WindowMass"} <= {*told["parts"]}
+    assert told["arguments"]["keep"] is None and {"Pyramid", "window_attention"} <= {*told["parts"]}
     assert "did you mean 'snapkv'" in call("methods", "snapvk").stderr
     assert "leave out one of the two" in call("methods", "snapkv", "--pairs").stderr
 

@@ -16,10 +16,10 @@ from jkv.cache.spec import LayerConfig
 from jkv.core import decode_loop
 from jkv.core.eviction import first_of
 from jkv.core.flush import flush
+from jkv.methods.base import Newest
 from jkv.methods.budgets.sizes import All, Tokens
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.eviction.position import Newest
 from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Score
 from support import rig

@@ -18,7 +18,7 @@ from jkv.eval import experiments
 from jkv.eval.codec_error import Codecs, banded, outlying
 from jkv.io import load as loading
 from jkv.methods import parse
-from jkv.methods.quantization import Dense
+from jkv.methods.base import Dense
 from support.planted import planted
 from support.speaking import PARAMS
 

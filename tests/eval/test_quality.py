@@ -19,7 +19,7 @@ from jkv.eval.tasks import scbench
 from jkv.generation.receipt import divergence
 from jkv.io import trained_weights
 from jkv.io.load import load
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
 from jkv.prompts.allocation import CacheShape
 from support import tiny
 from support.speaking import PARAMS, byte_tokenizer
@@ -261,7 +261,7 @@ def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
     gates |= {"kvzap", "retrieval", "utility"}  # the last two by two: trimkv's gates, and compresskv's heads or kvzap's
     gates |= {"duoattention", "fastkvzip"}  # by their authors' heads, and gates
     gates |= {"fasa", "infinigen", "planned", "s3attention"}  # of channels, of a plan, and of features
-    some = {*CATALOGUE} - {"append", "coded", "pooled", "rest", "compresskv", "razorattention"}
+    some = {*METHODS} - {"append", "coded", "pooled", "rest", "compresskv", "razorattention"}
     some -= {"indexcache", "similar", "vote", "values"}
     assert named() == some - gates
     monkeypatch.setattr(trained_weights, "SHIPPED", tmp_path)

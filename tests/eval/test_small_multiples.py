@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from jkv.eval import small_multiples
 from jkv.eval.method_families import FULL, JOINED, ORDER, OTHER, family
 from jkv.eval.pareto import pareto, points
-from jkv.methods import CATALOGUE
+from jkv.methods import METHODS
 from support.points import HOSTILE, catalogue
 
 
@@ -34,22 +34,22 @@ def test_what_rows_are_made_of_says_their_family():
             "Principal",
         }
         | {"Sensitive", "Separable", "Sparse", "Thinned"},
-        {name: family(name) for name in CATALOGUE},
+        {name: family(name) for name in METHODS},
     )
-    for name, row in CATALOGUE.items():
-        parts, own = {*row.parts}, {*row.axes}
+    for name, method in METHODS.items():
+        parts, own = {*method.parts}, {*method.axes}
         said = {
             "selection": bool({"select", "vote", "steps", "layers"} & own),
             "precision": bool(codes & parts) and "select" not in own,
             "merging": "merge" in own,
-            "eviction by trained": "gate" in row.arguments and "merge" not in own,
+            "eviction by trained": "gate" in method.arguments and "merge" not in own,
         }
         assert [x for x in said if by[name].startswith(x)] == [x for x, is_so in said.items() if is_so], (
             name,
             by[name],
         )
     assert {*by.values()} | {JOINED, OTHER} == {*ORDER} and by["full"] == FULL
-    assert all(family(f"{a}(budget=8) | {b}") == JOINED for a, b in itertools.pairwise(CATALOGUE))
+    assert all(family(f"{a}(budget=8) | {b}") == JOINED for a, b in itertools.pairwise(METHODS))
 
 
 @given(st.text())

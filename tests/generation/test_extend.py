@@ -9,7 +9,7 @@ import pytest
 import jkv
 from jkv.cache.cache import Cache
 from jkv.core import decode_loop
-from jkv.methods import CATALOGUE, compatibility
+from jkv.methods import METHODS, compatibility
 from jkv.methods.budgets.sizes import Beyond
 from support import rig
 from support.rig import LENGTHS, PARAMS, L
@@ -22,8 +22,8 @@ for _row, _n in enumerate(LATER):
 # Every composition of the laws, and what compresses only a prompt with every codec that tokens can be kept in.
 CODED = [
     f"snapkv(budget=40, window=8) | append | {rig.CASES[name][0].tight}"
-    for name, row in CATALOGUE.items()
-    if row.axes and row.axes[0] == "codec"
+    for name, method in METHODS.items()
+    if method.axes and method.axes[0] == "codec"
 ]
 CASES = [*rig.ALL, *rig.OTHERS, *map(rig.Case, CODED)]
 

@@ -18,7 +18,7 @@ from jkv import methods, models
 from jkv.cache import codec_map
 from jkv.kernels import implementation
 from jkv.kernels.decode_attention import reference, selftest, tpu_operands
-from jkv.methods import CATALOGUE
+from jkv.methods import METHODS
 from jkv.methods.compatibility import check as check_config
 from jkv.protocols import Codec, KernelCodes
 from support import rig
@@ -30,18 +30,18 @@ MODEL = models.read_config(models.TINY | dict(hidden_size=H * G * D, num_attenti
 
 
 def texts() -> list[str]:
-    """Rows with each number of bits that they take."""
+    """Methods with each number of bits that they take."""
     found = []
-    for row in CATALOGUE.values():
-        for bits in (1, 2, 3, 4, 8) if "bits" in row.arguments and row.name not in rig.AROUND else ():
+    for method in METHODS.values():
+        for bits in (1, 2, 3, 4, 8) if "bits" in method.arguments and method.name not in rig.AROUND else ():
             with suppress(ValueError):
-                check_config(methods.parse(text := f"{row.name}(bits={bits})"), MODEL)
+                check_config(methods.parse(text := f"{method.name}(bits={bits})"), MODEL)
                 found.append(text)
     return found
 
 
 def pairs() -> dict[str, tuple[Codec, Codec]]:
-    """Of keys and values, of every tier of every row; of what is made of a model's statistics the other side alone."""
+    """Keys and values of every tier of every method; of what is made of a model's statistics the other side alone."""
     found = {}
     for config in (*rig.compositions(), *map(methods.parse, texts())):
         for tier in config.tiers:

@@ -21,8 +21,11 @@ from jkv.aot import cuda
 from jkv.arrays.gather import put
 from jkv.cache import codec_map as codes_of
 from jkv.cache.empty import empty_side
-from jkv.methods.quantization import Affine, Dense, Float
-from jkv.methods.quantization.lookup import Bfp, Levels
+from jkv.methods.base import Dense
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.ksort import Bfp
+from jkv.methods.quantization.lookup import Levels
 
 if __name__ != "__main__":
     from support.cases import cases

@@ -21,9 +21,12 @@ from jkv.kernels.decode_attention import tpu as kernel
 from jkv.kernels.decode_attention import tpu_operands as sides
 from jkv.kernels.decode_attention.tpu_pipeline import Walk
 from jkv.kernels.scatter_slots import tpu as placing
-from jkv.methods.quantization import Affine, Dense, Sparse
+from jkv.methods.base import Dense
 from jkv.methods.quantization.float8 import Float
-from jkv.methods.quantization.lookup import Bfp, Levels
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.ksort import Bfp
+from jkv.methods.quantization.lookup import Levels
+from jkv.methods.quantization.sparse import Sparse
 from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Codec, KernelCodes
 

@@ -28,7 +28,7 @@ from jkv.kernels.decode_attention.tpu import TOGETHER, attention, tile_size
 from jkv.kernels.decode_attention.tpu_operands import least_tile
 from jkv.kernels.paged_attention.tpu import attention as paged
 from jkv.kernels.prefill_attention import tpu as prefill
-from jkv.methods.quantization import Sparse
+from jkv.methods.quantization.sparse import Sparse
 from jkv.protocols import KernelCodes
 
 GOLDEN = Path(__file__).with_name("golden_tpu.json")

@@ -15,8 +15,9 @@ from jkv.arrays.bitpacking import pack, unpack
 from jkv.methods.quantization.bit_allocation import LOSS, Allotted, allotted
 from jkv.methods.quantization.integer import STEPS
 from jkv.methods.quantization.kvquant import NonUniform
+from jkv.methods.quantization.kvtc import Transformed
 from jkv.methods.quantization.lookup import lloyd_max
-from jkv.methods.quantization.sensitivity import Sensitivity, Transformed
+from jkv.methods.quantization.sensitivity import Sensitivity
 from jkv.protocols import Codec
 from support.tiny import SENSITIVITY
 

@@ -17,9 +17,9 @@ from jkv.io import author_weights
 from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.methods import parse
+from jkv.methods.base import Protect
 from jkv.methods.compatibility import check
 from jkv.methods.eviction.author_gates import Distilled, Linear, Repeated, SinkGate, Surrogate
-from jkv.methods.eviction.position import Protect
 from jkv.protocols import Born
 from support.tiny import DUO, MODEL, PARAMS, SINKS, ZAP, G, H, L, published_gate, published_zap, save_gate
 

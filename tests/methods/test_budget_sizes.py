@@ -12,7 +12,7 @@ import pytest
 import jkv
 from jkv.cache.cache import Counts, tree_bytes
 from jkv.core.flush import limited
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.budgets.sizes import Beyond, Tokens, beyond
 from jkv.methods.compatibility import check
@@ -22,12 +22,12 @@ from support.rig import AROUND, CASES, MODEL, PARAMS
 
 LENGTH, NEW, KEEP = 120, 40, 0.45
 TOKENS = 54  # floor(0.45 * 120)
-SIZED = [name for name, row in CATALOGUE.items() if row.sized]
+SIZED = [name for name, method in METHODS.items() if method.sized]
 IDS = np.random.default_rng(3).integers(0, MODEL.vocab, LENGTH).tolist()
 
 
 def written(name: str, size: str) -> str:
-    """A row with the arguments of its case, and a size: small windows, so that a small text is long enough."""
+    """A method with the arguments of its case, and a size: small windows, so that a small text is long enough."""
     text = CASES[name][0].text.split(" | ")[0].format(b=12, p=3, t=0.0)
     return re.sub(r"\((budget|keep)=[0-9.]+", f"({size}", text)
 
@@ -58,12 +58,12 @@ DIVIDED = [name for name in SIZED if of_prompt(written(name, f"budget={TOKENS}")
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_every_row_takes_its_size_in_three_forms(name: str):
+def test_every_method_takes_its_size_in_three_forms(name: str):
     for size in (f"budget={TOKENS}", f"keep={KEEP}", "bytes='64MiB'"):
         config = parse(written(name, size))
         check(config, MODEL)
         assert config.budget.bounded
-    assert {"budget", "keep", "bytes"} <= {*CATALOGUE[name].arguments}
+    assert {"budget", "keep", "bytes"} <= {*METHODS[name].arguments}
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -148,19 +148,19 @@ def test_the_smallest_size_that_is_named_works_and_one_less_is_refused(name: str
         assert refusal(written(name, f"keep={float(found[1]) - 1 / MODEL.context}"))
 
 
-NATURAL = [name for name, row in CATALOGUE.items() if not row.sized]
+NATURAL = [name for name, method in METHODS.items() if not method.sized]
 
 
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.parametrize("form", ["budget=256", "keep=0.5", "bytes='1MiB'"])
 def test_what_has_no_size_says_what_decides(name: str, form: str):
-    row = CATALOGUE[name]
-    if form.split("=")[0] in row.arguments:
+    method = METHODS[name]
+    if form.split("=")[0] in method.arguments:
         return  # mikv's own share
     with pytest.raises(ValueError) as error:
         parse(f"{name}({form})")
-    if {"budget", "score"} & {*row.axes}:
-        assert all(f"{x}=" in str(error.value) for x in row.arguments)
+    if {"budget", "score"} & {*method.axes}:
+        assert all(f"{x}=" in str(error.value) for x in method.arguments)
     elif name in AROUND - {"pooled", "values"}:
         check(parse(re.search(r"as in '(.*)'", str(error.value))[1]), MODEL)
     elif parse(name).taught:
@@ -173,7 +173,7 @@ def test_what_has_no_size_says_what_decides(name: str, form: str):
 # ------------------------------------------------------------------------------- what follows, on top of a budget
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", METHODS)
 def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str):
     text = written(name, f"budget={TOKENS}") if name in SIZED else name
     try:

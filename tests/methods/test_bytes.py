@@ -12,7 +12,7 @@ from jkv import methods, models
 from jkv.cache.cache import tree_bytes
 from jkv.io import trained_weights
 from jkv.methods.budgets.sizes import Beyond
-from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.prompt_compression import PromptCompression
 from jkv.prompts.allocation import CacheShape
 
 # no weights, and no plan, of these come with jkv
@@ -25,14 +25,14 @@ WORDLESS = SimpleNamespace(tokenizer=None)  # of a model what is asked of it her
 
 def texts(name: str) -> list[str]:
     """A method as its defaults have it, in budgets of a sixteenth to a half of the prompt where it takes one."""
-    row = methods.CATALOGUE[name]
-    if {"vote", "steps", "layers"} & {*row.axes}:  # changes how a selector picks
+    method = methods.METHODS[name]
+    if {"vote", "steps", "layers"} & {*method.axes}:  # changes how a selector picks
         return [f"quest | {name}"]
     if name == "infllm":  # whose window is longer than the prompt
         return ["infllm(local=256, block_size=32)"]
-    if not {"score", "codec", "select", "compression"} & {*row.axes}:  # added to another one
+    if not {"score", "codec", "select", "compression"} & {*method.axes}:  # added to another one
         return [f"h2o(budget={b}) | {name}" for b in (64, 512)]
-    return [f"{name}(budget={b})" for b in (64, 128, 256, 512)] if "budget" in row.arguments else [name]
+    return [f"{name}(budget={b})" for b in (64, 128, 256, 512)] if "budget" in method.arguments else [name]
 
 
 def followed(config) -> list[tuple[int, float]]:
@@ -42,7 +42,7 @@ def followed(config) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in methods.CATALOGUE if name not in GIVEN])
+@pytest.mark.parametrize("name", [name for name in methods.METHODS if name not in GIVEN])
 def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
     card = json.loads((trained_weights.SHIPPED / "smollm2-135m" / trained_weights.CARD).read_text())
     monkeypatch.setattr(trained_weights, "fingerprint", lambda params: card["model"][0])
@@ -56,8 +56,8 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
                 assert (0 if made.queries is None else made.queries.pos.shape[1]) == reads, text
             took, whole = tree_bytes(layers), tree_bytes(full)
             if config.select and not config.budget.bounded:  # it holds all that the full cache does, and an index
-                base = methods.CATALOGUE["quest" if text.startswith("quest") else name]
-                assert "keeps every token" in base.text and took < 1.25 * whole, text
+                base = methods.METHODS["quest" if text.startswith("quest") else name]
+                assert "keeps every token" in base.docstring and took < 1.25 * whole, text
             elif config.budget.statistic and not config.budget.bounded:  # until a prompt says which layers hold less
                 assert took < 1.01 * whole, text
             elif name == "full" or config.prefill.traits.skips:  # what is read of a prompt is held
@@ -66,13 +66,13 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
                 assert took < share * whole, f"{text}: {took / whole:.2f} of the full cache"
 
 
-@pytest.mark.parametrize("name", methods.CATALOGUE)
+@pytest.mark.parametrize("name", methods.METHODS)
 def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
     for text in texts(name):
         config = methods.parse(text)
         on = [config.prefill.pruning(MODEL, i) for i in range(MODEL.layers)]
         assert all(x is None or x.most(PROMPT) < PROMPT for x in on), text
-        says = methods.CATALOGUE[name].text
+        says = methods.METHODS[name].docstring
         if isinstance(config.prefill, PromptCompression):
             assert f"longer than {config.prefill.tokens} tokens" in says, text
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.methods.base import rank_by, window_attention
 from jkv.methods.budgets.layers import proportional
-from jkv.methods.eviction.attention import WindowMass
 from jkv.methods.eviction.cake import Dispersed
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, L
@@ -46,7 +46,7 @@ def test_attention_that_moves_counts_more():
     got = np.asarray(jax.jit(score.rank)(scene.ev))[0]
     np.testing.assert_allclose(got[:, : scene.n - 8], want, rtol=1e-4)
     np.testing.assert_allclose(jax.jit(score.statistic)(scene.ev)[0], asked, rtol=1e-4)
-    last = WindowMass(queries=1).rank(scene.ev)[0]  # of the eight that are kept
+    last = rank_by(window_attention, queries=1).rank(scene.ev)[0]  # of the eight that are kept
     np.testing.assert_allclose(last, scene.p[:, :, -1].mean(1), atol=1e-6)
     plain = Dispersed(queries=8, gamma=0.0).rank(scene.ev)[0]
     np.testing.assert_allclose(plain, scene.p.sum(2).mean(1) / 8, atol=1e-6)  # snapkv

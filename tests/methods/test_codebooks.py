@@ -18,9 +18,9 @@ from jkv.core import compilation, decode_loop
 from jkv.generation.cache_file import load_cache, save_cache
 from jkv.io.errors import FormatError
 from jkv.methods import parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, TierSpec
-from jkv.methods.quantization import Dense
 from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Code, Codec
 from support.codebook import Codebook

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from jkv.arrays.bitpacking import pack, unpack
 from jkv.cache.empty import empty_side
-from jkv.methods.quantization import Affine, Dense, Float, Float4, Gear, Mixed, Nsn, Polar, Sparse, Ternary
-from jkv.methods.quantization.integer import best_share
+from jkv.methods.base import Dense
+from jkv.methods.quantization.float4 import Float4
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.gear import Gear
+from jkv.methods.quantization.integer import Affine, best_share
+from jkv.methods.quantization.nsnquant import Nsn
+from jkv.methods.quantization.polar import Polar
+from jkv.methods.quantization.sparse import Sparse
+from jkv.methods.quantization.vidkv import Mixed, Ternary
 
 CODECS = [
     Dense(),

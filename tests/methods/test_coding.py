@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from jkv.methods import parse
-from jkv.methods.quantization import Affine, Float, Float4, Gear, Mixed, Nsn, Polar, Ternary
 from jkv.methods.quantization.codebook import codebook, fitted, nearest
-from jkv.methods.quantization.gear import factors
-from jkv.methods.quantization.nsnquant import hadamard, joined, split_norms
-from jkv.methods.quantization.vidkv import fourier
+from jkv.methods.quantization.float4 import Float4
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.gear import Gear, factors
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.nsnquant import Nsn, hadamard, joined, split_norms
+from jkv.methods.quantization.polar import Polar
+from jkv.methods.quantization.vidkv import Mixed, Ternary, fourier
 from jkv.protocols import Code
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.methods.eviction.critic import Even
+from jkv.methods.eviction.wrappers import Even
 from jkv.methods.merging.weighted import ZeroClass, shares
 from support import rig
 from support.rig import BUDGET, CASES, LENGTHS, PARAMS, PROMPT, D, H

@@ -16,8 +16,9 @@ from jkv.cache.cache import Cache
 from jkv.core import decode_loop
 from jkv.kernels.decode_attention.reference import dense
 from jkv.methods import parse
+from jkv.methods.base import Dense
 from jkv.methods.config import CacheConfig, TierSpec
-from jkv.methods.quantization import Affine, Dense
+from jkv.methods.quantization.integer import Affine
 from jkv.methods.quantization.rotation import Balanced, Permuted, Projected, Rotated, rotation
 from jkv.protocols import Code, Codec
 

@@ -14,13 +14,16 @@ from jkv import methods
 from jkv.cache.cache import Counts, Queries
 from jkv.core import decode_loop
 from jkv.core.flush import limited
+from jkv.methods.base import rank_by
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import resolve
-from jkv.methods.eviction.attention import Accumulated, Persistence, Recurrence
-from jkv.methods.eviction.critic import Entropy, Gradient, Normalised, Plus
+from jkv.methods.eviction.attention_history import Persistence, Recurrence
+from jkv.methods.eviction.critic import Entropy, Normalised, output_gradient
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.keys import KeyNorm
-from jkv.methods.eviction.position import Oldest
-from jkv.methods.eviction.wrappers import Representatives
+from jkv.methods.eviction.kvcrush import Representatives
+from jkv.methods.eviction.position import oldest
+from jkv.methods.eviction.wrappers import Plus
 from jkv.methods.merging.weighted import Nearest, shares
 from support import rig
 from support.rig import BUDGET, FORCED, LENGTHS, MODEL, PARAMS, D, H
@@ -279,11 +282,13 @@ def test_the_gradient_is_that_of_autodiff():
     repeated = tuple(jnp.repeat(x, 2, 0) for x in (k, v))
     slopes = jax.jit(jax.grad(loss, (0, 1)))(*repeated)
     want = sum(np.abs(np.asarray(x)).sum(-1) for x in slopes).reshape(2, 2, -1).sum(1)
-    np.testing.assert_allclose(jax.jit(Gradient().rank)(scene.ev)[0], want, rtol=2e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        jax.jit(rank_by(output_gradient, queries=2).rank)(scene.ev)[0], want, rtol=2e-4, atol=1e-7
+    )
     twice = [jnp.repeat(x[..., :1, :], 2, -2) for x in (scene.q.q, scene.q.lse[..., None])]
     same = Queries(q=twice[0], pos=jnp.full((1, 2), 38), lse=twice[1][..., 0])
     same = replace(scene.ev, kept=same)
-    np.testing.assert_array_equal(jax.jit(Gradient().rank)(same), 0)
+    np.testing.assert_array_equal(jax.jit(rank_by(output_gradient, queries=2).rank)(same), 0)
 
 
 def test_scores_are_added_from_nought_to_one():
@@ -318,7 +323,7 @@ def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
 
 
 def test_a_fixed_place_leaves():
-    rank = Oldest(newest=25).rank(evidence(np.zeros((101, 2))))[0, 0]
+    rank = rank_by(oldest, uniform=True, newest=25).rank(evidence(np.zeros((101, 2))))[0, 0]
     assert rank.argmin() == 75
 
 

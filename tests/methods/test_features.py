@@ -19,7 +19,7 @@ from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.io.trained_weights import trained
 from jkv.methods import parse
-from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.prompt_compression import PromptCompression
 from jkv.methods.prefill.s3attention import Dictionary, Featured, relevance
 from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
 from jkv.prompts.prefill import PrefillRunner

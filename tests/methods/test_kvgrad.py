@@ -19,7 +19,7 @@ from jkv.cache.padding import pad
 from jkv.core import compilation, decode_loop, deferred_prefill, layer_step
 from jkv.core.gradients import slopes
 from jkv.io.model_source import Source
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.methods.prefill.probes import Graded
@@ -151,7 +151,7 @@ def test_its_defaults_are_those_of_its_authors():
     assert config.prefill.probe == Graded(piece=256, sinks=4) and config.score == parse("kvzip(keep=0.3)").score
     for wrong in (dict(piece=0), dict(step=0)):
         with pytest.raises(ValueError, match="kvgrad: .*1 or more"):
-            CATALOGUE["kvgrad"](budget=40, **wrong)
+            METHODS["kvgrad"](budget=40, **wrong)
 
 
 @pytest.mark.parametrize(

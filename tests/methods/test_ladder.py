@@ -11,9 +11,9 @@ import pytest
 
 from jkv import methods
 from jkv.attention.evidence import Evidence
+from jkv.methods.base import Protect
 from jkv.methods.config import resolve
 from jkv.methods.eviction.layered import Contest, Ladder
-from jkv.methods.eviction.position import Protect
 from jkv.methods.eviction.wrappers import PerQuery
 from support.rig import MODEL, L
 from support.scenes import Given, evidence

@@ -16,7 +16,8 @@ from jkv.io import trained_weights
 from jkv.methods import parse
 from jkv.methods.budgets.layers import weighted
 from jkv.methods.config import resolve
-from jkv.methods.merging.residual import MeanToken, MeanValue, Share, Token
+from jkv.methods.merging.razorattention import MeanToken, Token
+from jkv.methods.merging.smallkv import MeanValue, Share
 from jkv.models.llama import out
 from jkv.protocols import Evicted
 from jkv.training.calibrate import heads

@@ -11,7 +11,7 @@ import pytest
 import jkv
 from jkv.cache.padding import pad
 from jkv.core import decode_loop, deferred_prefill
-from jkv.methods import CATALOGUE, compatibility, parse
+from jkv.methods import METHODS, compatibility, parse
 from jkv.methods.prefill.probes import AGAIN, Pseudo, Rebuilt
 from jkv.prompts.allocation import CacheShape
 from jkv.prompts.greedy import greedy
@@ -159,4 +159,4 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
         compatibility.check_prefill(parse("kvzip(budget=40)"), "jkv batch")
     for method, wrong in (("dapq", dict(tokens=0)), ("kvzip", dict(piece=0)), ("kvzip", dict(step=0))):
         with pytest.raises(ValueError, match="1 or more"):
-            CATALOGUE[method](budget=40, **wrong)
+            METHODS[method](budget=40, **wrong)

@@ -11,8 +11,10 @@ import pytest
 
 from jkv.arrays.bitpacking import fields, pack, together, unpack
 from jkv.kernels.decode_attention.reference import dense
-from jkv.methods.quantization import Affine, Rotated
-from jkv.methods.quantization.lookup import LLOYD_MAX, Bfp, Levels, lloyd_max
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.ksort import Bfp
+from jkv.methods.quantization.lookup import LLOYD_MAX, Levels, lloyd_max
+from jkv.methods.quantization.rotation import Rotated
 from jkv.protocols import Codec
 
 D = 64

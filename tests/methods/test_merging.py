@@ -21,7 +21,7 @@ from jkv.core.flush import flush
 from jkv.methods.config import resolve
 from jkv.methods.eviction.salience import Salience, hashed
 from jkv.methods.merging import weighted
-from jkv.methods.quantization import Separable
+from jkv.methods.quantization.per_channel_scale import Separable
 from jkv.protocols import Born
 from support import rig
 from support.poison import poison

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv.cache.codec_map import decode
-from jkv.methods.eviction.wrappers import Reaching
+from jkv.methods.quantization.mixed_precision import Reaching
 from support import rig
 from support.rig import CASES, LENGTHS, PARAMS, PROMPT, H, L
 from support.scenes import Given, evidence

@@ -12,8 +12,10 @@ import pytest
 
 from jkv import models
 from jkv.methods import parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
-from jkv.methods.quantization import Affine, Dense, Merged
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.minicache import Merged
 from support import rig
 from support.rig import MODEL, L
 

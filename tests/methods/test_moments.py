@@ -15,8 +15,8 @@ from jkv.io import load as loading
 from jkv.io import trained_weights
 from jkv.io.errors import FormatError
 from jkv.methods import parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
-from jkv.methods.quantization import Affine, Dense
 from jkv.methods.quantization.calibrated import (
     SIDES,
     Centered,
@@ -28,6 +28,7 @@ from jkv.methods.quantization.calibrated import (
     unpacked,
     with_folder,
 )
+from jkv.methods.quantization.integer import Affine
 from jkv.training.calibrate.moments import measured, wide
 from support import commands
 from support.dense import dense_prompt

@@ -12,11 +12,11 @@ import pytest
 from jkv.arrays.pytree import part
 from jkv.attention.evidence import Evidence
 from jkv.core import decode_loop
+from jkv.methods.base import Newest, Pool, Protect, rank_by, window_attention
 from jkv.methods.budgets.layers import pyramid
 from jkv.methods.config import CacheConfig
-from jkv.methods.eviction.attention import Accumulated, WindowMass
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.keys import Expected, KeyNorm, KeyOutlier
-from jkv.methods.eviction.position import Newest, Pool, Protect
 from jkv.methods.eviction.wrappers import AcrossHeads
 from jkv.methods.selection.quest import PageBound
 from jkv.models.rope import Rope
@@ -38,12 +38,14 @@ def test_accumulated_attention_sums_over_the_group_and_window_mass_averages():
     both = np.concatenate([attending([[0.3, 0.7]]), attending([[0.1, 0.9]])])
     ev = evidence(np.eye(2), q=both, score=Accumulated())
     np.testing.assert_allclose(Accumulated().observe(ev)["mass"][0, 0], [0.4, 1.6], atol=1e-6)
-    np.testing.assert_allclose(WindowMass(queries=1).rank(ev)[0, 0], [0.2, 0.8], atol=1e-6)
+    np.testing.assert_allclose(rank_by(window_attention, queries=1).rank(ev)[0, 0], [0.2, 0.8], atol=1e-6)
 
 
 def test_the_last_query_decides():
     ev = evidence(np.eye(4), q=attending([[0.1, 0.2, 0.3, 0.4]]))
-    np.testing.assert_allclose(AcrossHeads(score=WindowMass(queries=1)).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6)
+    np.testing.assert_allclose(
+        AcrossHeads(score=rank_by(window_attention, queries=1)).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind, share", [("avg", 1 / 5), ("max", 1)])
@@ -51,14 +53,14 @@ def test_pooling_spreads_over_neighbours(kind: str, share: float):
     rows = np.zeros((2, 12))
     rows[:, 5] = 1
     ev = evidence(np.eye(12), q=attending(rows), stay=2)
-    got = np.asarray(Pool(score=WindowMass(queries=2), width=5, kind=kind).rank(ev))[0, 0]
+    got = np.asarray(Pool(score=rank_by(window_attention, queries=2), width=5, kind=kind).rank(ev))[0, 0]
     np.testing.assert_allclose(got[3:8], 2 * share, atol=1e-6)
     np.testing.assert_allclose(got[[0, 1, 2, 8, 9]], 0, atol=1e-6)
 
 
 def test_pooling_divides_by_its_width_at_the_border_and_leaves_out_what_stays():
     ev = evidence(np.eye(6), q=attending(np.full((1, 6), 1 / 6)), stay=1)
-    got = np.asarray(Pool(score=WindowMass(queries=1), width=3).rank(ev))[0, 0]
+    got = np.asarray(Pool(score=rank_by(window_attention, queries=1), width=3).rank(ev))[0, 0]
     np.testing.assert_allclose(got, np.array([2, 3, 3, 3, 2, 3]) / 18, atol=1e-6)
 
 

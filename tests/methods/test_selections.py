@@ -13,7 +13,8 @@ from jkv import models
 from jkv.cache.codec_map import decode
 from jkv.core import decode_loop
 from jkv.methods import parse
-from jkv.methods.quantization import Dense, Separable
+from jkv.methods.base import Dense
+from jkv.methods.quantization.per_channel_scale import Separable
 from jkv.methods.selection.lrqk import factors
 from jkv.protocols import Code
 from support import rig

@@ -13,14 +13,14 @@ from jkv.cache.empty import index_shapes
 from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.selection.base import Vote
-from jkv.methods.selection.clusters import Clusters
 from jkv.methods.selection.icecache import Alike, across
-from jkv.methods.selection.landmark import Landmark
+from jkv.methods.selection.infllm import Representative
 from jkv.methods.selection.lrqk import Factors, factors
+from jkv.methods.selection.mpcache import Clusters
 from jkv.methods.selection.oracle import Exact, PageMean
 from jkv.methods.selection.proxy_keys import Channels, Proxies
 from jkv.methods.selection.quest import PageBound
-from jkv.methods.selection.representative import Representative
+from jkv.methods.selection.shadowkv import Landmark
 from jkv.methods.selection.wrappers import Similar
 from jkv.protocols import Queries
 from jkv.training.calibrate import channels

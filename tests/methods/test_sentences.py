@@ -17,10 +17,9 @@ from jkv.cache.codec_map import decode
 from jkv.core import decode_loop
 from jkv.io.tokenizer import Tokenizer
 from jkv.methods import parse
+from jkv.methods.base import Newest
 from jkv.methods.config import CacheConfig
-from jkv.methods.eviction.position import Newest
-from jkv.methods.eviction.sentences import ENDS, START, Sentences
-from jkv.methods.selection.sentences import SentenceMeans, Spoken
+from jkv.methods.selection.sentences import ENDS, START, SentenceMeans, Sentences, Spoken
 from jkv.protocols import Entered, Look
 from support import rig
 from support.rig import FORCED, LENGTHS, MODEL, PARAMS, PROMPT, D, G, H, L

@@ -16,7 +16,7 @@ from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
 from jkv.methods.prefill.deferred import Coded
-from jkv.methods.quantization import Affine
+from jkv.methods.quantization.integer import Affine
 from support import rig
 from support.dense import dense_prompt
 from support.tiny import MODEL, PARAMS, L

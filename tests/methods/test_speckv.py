@@ -13,8 +13,8 @@ import jkv
 from jkv.cache.padding import pad, positions
 from jkv.core.compilation import Cost
 from jkv.methods import parse
-from jkv.methods.prefill.deferred import PromptCompression, chosen, smoothed
 from jkv.methods.prefill.probes import Drafted
+from jkv.methods.prefill.prompt_compression import PromptCompression, chosen, smoothed
 from jkv.prompts.greedy import greedy
 from jkv.prompts.prefill import PrefillRunner
 from support import rig

@@ -15,9 +15,12 @@ from jkv.cache import codec_map
 from jkv.cache.cache import Cache
 from jkv.core import decode_loop
 from jkv.methods import parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
-from jkv.methods.quantization import Affine, Dense, LowRank, OfPrompt, Stretches
 from jkv.methods.quantization.calibrated import Moments, packed
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.lowrank import LowRank
+from jkv.methods.quantization.per_prompt import OfPrompt, Stretches
 from support import rig
 from support.rig import MODEL, PARAMS, D, H, L
 from support.tiny import MOMENTS

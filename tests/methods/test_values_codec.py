@@ -1,24 +1,26 @@
-"""Keys in the codec of one row, values in that of another."""
+"""Keys in the codec of one method, values in that of another."""
 
 from __future__ import annotations
 
 import pytest
 
-from jkv.methods import CATALOGUE, parse
+from jkv.methods import METHODS, parse
+from jkv.methods.base import Dense
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
-from jkv.methods.quantization import Affine, Dense, Float
+from jkv.methods.quantization.float8 import Float
+from jkv.methods.quantization.integer import Affine
 from support import rig
 
 ONLY = {"codec", "tiers", "recent", "block"}
-CODES = sorted(name for name, row in CATALOGUE.items() if {*row.axes} & {"codec", "tiers"})
+CODES = sorted(name for name, method in METHODS.items() if {*method.axes} & {"codec", "tiers"})
 
 
 def pairs(config: CacheConfig) -> list:
     return [config.codecs(tier) for tier in config.tiers]
 
 
-def test_keys_of_one_row_meet_values_of_another():
+def test_keys_of_one_method_meet_values_of_another():
     mixed = parse("fp8 | values(codec='int4(group=0)')")
     assert pairs(mixed) == [(Float(), Affine(bits=4))]
     assert pairs(parse("int8 | values")) == [(Affine(bits=8), Affine(bits=4, group=32))]
@@ -29,7 +31,7 @@ def test_keys_of_one_row_meet_values_of_another():
 
 @pytest.mark.parametrize("name", CODES)
 def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: str):
-    text = f"{name}(budget=64)" if CATALOGUE[name].sized else name
+    text = f"{name}(budget=64)" if METHODS[name].sized else name
     plain, mixed = parse(text), parse(f"{text} | values(codec='int8')")
     codes = any(not codec.exact for codec in plain.all_codecs)  # else values alone are coded, in every tier
     for was, now, old, new in zip(pairs(plain), pairs(mixed), plain.tiers, mixed.tiers, strict=True):
@@ -39,7 +41,7 @@ def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: s
     assert (mixed.recent, mixed.block) == (plain.recent, plain.block)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in CODES if {*CATALOGUE[n].filled} <= ONLY))
+@pytest.mark.parametrize("name", sorted(n for n in CODES if {*METHODS[n].filled} <= ONLY))
 def test_its_own_values_change_nothing(name: str):
     assert pairs(parse(f"{name} | values(codec={name!r})")) == pairs(parse(name))
 

@@ -6,11 +6,11 @@ import pytest
 
 from jkv import methods, models
 from jkv.methods import compatibility
-from jkv.methods.quantization import Affine
 from jkv.methods.quantization.groups import Widest, shared
+from jkv.methods.quantization.integer import Affine
 
 WIDTHS = (64, 80, 96, 100, 112, 128)
-CODED = [name for name, row in methods.CATALOGUE.items() if {"codec", "tiers"} & {*row.axes}]
+CODED = [name for name, method in methods.METHODS.items() if {"codec", "tiers"} & {*method.axes}]
 ALWAYS = {"int8", "int4", "kivi", "mikv", "ksort", "minicache", "planned"}
 
 
@@ -24,7 +24,7 @@ def check(text, dim):
 
 @pytest.mark.parametrize("name", CODED)
 def test_defaults_fit_heads_of_every_width_or_say_why_not(name):
-    text = f"{name}(budget=256)" if methods.CATALOGUE[name].sized else name
+    text = f"{name}(budget=256)" if methods.METHODS[name].sized else name
     for dim in WIDTHS:
         try:
             codecs = check(text, dim)
@@ -55,4 +55,4 @@ def test_a_default_group_is_the_widest_that_divides_and_a_given_one_is_taken_as_
 
 
 def test_a_default_is_written_as_its_number():
-    assert methods.CATALOGUE["int4"].arguments["group"] == 32 and f"{Widest(32)!r} {Widest(32)}" == "32 32"
+    assert methods.METHODS["int4"].arguments["group"] == 32 and f"{Widest(32)!r} {Widest(32)}" == "32 32"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jkv.methods.eviction
 from jkv.arrays.pytree import part
 from jkv.attention.evidence import evidence as seen
 from jkv.cache.cache import Counts, LayerCache, Observation, Queries, Window
@@ -24,34 +21,31 @@ from jkv.cache.spec import LayerConfig
 from jkv.core import decode_loop, deferred_prefill
 from jkv.core.flush import flush
 from jkv.io import trained_weights
+from jkv.methods.base import Newest, RankBy, Wrapper, rank_by, window_attention
 from jkv.methods.budgets.sizes import Tokens
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.eviction.attention import Accumulated, WindowMass
-from jkv.methods.eviction.critic import ByPhase, Plus, Several
-from jkv.methods.eviction.heads import Lasting
-from jkv.methods.eviction.position import Newest, Oldest, Wrapper
-from jkv.methods.eviction.probes import Probed
+from jkv.methods.eviction.chunkkv import Groups
+from jkv.methods.eviction.compresskv import Lasting
+from jkv.methods.eviction.h2o import Accumulated
+from jkv.methods.eviction.position import oldest
 from jkv.methods.eviction.queries import Queried
-from jkv.methods.eviction.smallkv import Assisted
 from jkv.methods.eviction.trained_gates import Trained
-from jkv.methods.eviction.wrappers import Groups
+from jkv.methods.eviction.wrappers import ByPhase, Plus, Several
+from jkv.methods.merging.smallkv import Assisted
 from jkv.methods.prefill.deferred import Deferred
-from jkv.methods.prefill.probes import Pseudo
+from jkv.methods.prefill.probes import Probed, Pseudo
 from jkv.prompts.allocation import CacheShape
 from jkv.protocols import PROBED, Born, Needs, Prefill, Score
 from support import rig
 from support.rig import MODEL, D, G, H, L
 from support.scenes import attending, evidence
 
-for module in pkgutil.iter_modules(jkv.methods.eviction.__path__):
-    import_module(f"jkv.methods.eviction.{module.name}")
-
 
 def below(kind: type) -> Iterator[type]:
-    """Its classes in jkv.methods.eviction, bases of several of them aside."""
+    """Its classes in jkv.methods, bases of several of them aside."""
     for sub in kind.__subclasses__():
-        if sub.__module__.startswith("jkv.methods.eviction") and sub not in (Wrapper, Several, Trained, Queried):
+        if sub.__module__.startswith("jkv.methods.") and sub not in (Wrapper, Several, Trained, Queried):
             yield sub
         yield from below(sub)
 
@@ -72,16 +66,18 @@ def parts(x: Any) -> Iterator[Score]:
 @cache
 def leaves() -> dict[str, Score]:
     """One of every score that is not made of others: as a composition has it, with its weights, or as it is."""
-    known = {type(s): s for config in rig.compositions() for s in parts(config.score)}
-    kinds = [k for k in unique(below(Score)) if not issubclass(k, Wrapper | Several)]
-    return {kind.__name__: known[kind] if kind in known else kind() for kind in kinds}
+    known = [s for config in rig.compositions() for s in parts(config.score)]
+    functions = {s.fn.__name__: s for s in known if isinstance(s, RankBy)}
+    classes = {type(s): s for s in known}
+    kinds = [k for k in unique(below(Score)) if not issubclass(k, Wrapper | Several | RankBy)]
+    return functions | {kind.__name__: classes[kind] if kind in classes else kind() for kind in kinds}
 
 
 Make = Callable[[Score], Score]
 COMPOSITES: dict[type, tuple[Make, ...]] = {
     Plus: (
         lambda s: Plus(scores=(s, Newest()), weights=(1.0, 0.5)),
-        lambda s: Plus(scores=(WindowMass(queries=5), s), weights=(0.5, 1.0)),
+        lambda s: Plus(scores=(rank_by(window_attention, queries=5), s), weights=(0.5, 1.0)),
     ),
     ByPhase: (lambda s: ByPhase(score=s, path=Newest()), lambda s: ByPhase(score=Newest(), path=s)),
 }
@@ -101,6 +97,7 @@ def test_all_kinds_are_here():
     assert set(unique(below(Several))) == set(COMPOSITES)
     assert {"Protect", "Pool", "AcrossHeads", "Sticky", "Remembered", "Contest"} <= set(MADE)
     assert {"Assisted", "Delayed", "Gated", "Probed", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
+    assert {"window_attention", "even_attention", "oldest", "unit_outliers"} <= set(leaves())
 
 
 def declared() -> set[str]:
@@ -108,8 +105,8 @@ def declared() -> set[str]:
 
 
 def test_bases_forward_all_that_a_score_has():
-    assert declared() - set(vars(Wrapper)) == {"rank", "by_query_head"}  # the latter is of the rank
-    assert declared() - set(vars(Several)) == {"rank", "by_query_head", "statistic"}
+    assert declared() - set(vars(Wrapper)) == {"rank"}
+    assert declared() - set(vars(Several)) == {"rank", "statistic"}
     for kind in COMPOSITES:
         assert {"rank", "statistic"} <= set(vars(kind))
 
@@ -291,7 +288,7 @@ def test_whatever_passes_the_check_runs(leaf: str):
 
 @every
 def test_a_flush_takes_it(make: Make):
-    plan = plans(make(WindowMass(queries=4)))[0]
+    plan = plans(make(rank_by(window_attention, queries=4)))[0]
 
     def run(prompt: bool) -> LayerCache:
         layer, one = empty_layer(plan, 1, MODEL, jnp.float32), jnp.full(1, 40, jnp.int32)
@@ -322,7 +319,10 @@ def test_scores_of_one_kind_have_columns_of_their_own():
 
 def test_each_phase_has_its_score():
     ev = evidence(np.eye(6))
-    made = [ByPhase(score=Newest(), path=Oldest(newest=1)), ByPhase(score=Oldest(newest=1), path=Newest())]
+    made = [
+        ByPhase(score=Newest(), path=rank_by(oldest, uniform=True, newest=1)),
+        ByPhase(score=rank_by(oldest, uniform=True, newest=1), path=Newest()),
+    ]
 
     class Late(type(ev)):
         generating = True
@@ -381,7 +381,7 @@ def test_one_that_serves_all_heads_makes_a_sum_serve_all_heads():
 def test_followers_of_heads_follow_their_own():
     """Of a group of layers whose heads choose for themselves, every head keeps what it keeps in the layer below."""
     rng = np.random.default_rng(2)
-    score = Groups(score=WindowMass(queries=2), width=2)
+    score = Groups(score=rank_by(window_attention, queries=2), width=2)
     first, second = plans(score)
     assert not second.uniform and second.needs.layer == -1
     layer = empty_layer(first, 1, MODEL, jnp.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from jkv.eval.pareto import points
-from jkv.methods import CATALOGUE
+from jkv.methods import METHODS
 
 HOSTILE = ("</script><b>", "$\\frac{$", "a\nb\x00", "[/bold]", "x" * 400, "|", "", "\ud800", "h2o(", "日本")
 
@@ -13,7 +13,7 @@ HOSTILE = ("</script><b>", "$\\frac{$", "a\nb\x00", "[/bold]", "x" * 400, "|", "
 def catalogue(metric="kl", seed=0):
     """Every method of the catalogue, in three sizes where it has any, and compositions, all with numbers of chance."""
     chance = random.Random(seed)
-    names = [f"{r.name}(budget={n})" if r.sized else r.name for r in CATALOGUE.values() for n in (512, 256, 128)]
+    names = [f"{r.name}(budget={n})" if r.sized else r.name for r in METHODS.values() for n in (512, 256, 128)]
     rows = []
     for name in [*dict.fromkeys(names), "snapkv(budget=512) | int4", "no such cache"]:
         share = chance.choice((0.15, 0.27, 0.52)) * chance.uniform(0.9, 1.2)

@@ -18,10 +18,10 @@ from jkv.cache.padding import pad
 from jkv.cache.spec import LayerConfig
 from jkv.core import decode_loop, sampling
 from jkv.core.compilation import Cost
-from jkv.methods import CATALOGUE
+from jkv.methods import METHODS
 from jkv.methods.budgets.sizes import Beyond
 from jkv.methods.config import CacheConfig, resolve
-from jkv.methods.registry import Row
+from jkv.methods.registry import Method
 from jkv.models import Params
 from jkv.models.rope import Rope
 from jkv.prompts.allocation import CacheShape
@@ -398,14 +398,14 @@ OWN: dict[str, tuple[Case, ...]] = {
 }
 
 
-def usual(row: Row) -> str:
-    """A row with its defaults, of a budget and a window that texts of some tokens can fill."""
-    small = {"window": "8", "step": "{b}"} if row.sized else {}
-    given = ["budget={b}"] * row.sized + [f"{name}={n}" for name, n in small.items() if name in row.arguments]
-    return f"{row.name}({', '.join(given)})" if given else row.name
+def usual(method: Method) -> str:
+    """A method with its defaults, of a budget and a window that texts of some tokens can fill."""
+    small = {"window": "8", "step": "{b}"} if method.sized else {}
+    given = ["budget={b}"] * method.sized + [f"{name}={n}" for name, n in small.items() if name in method.arguments]
+    return f"{method.name}({', '.join(given)})" if given else method.name
 
 
-CASES = {name: OWN.get(name) or (Case(usual(row)),) for name, row in CATALOGUE.items()}
+CASES = {name: OWN.get(name) or (Case(usual(method)),) for name, method in METHODS.items()}
 ALL = [case for cases in CASES.values() for case in cases]
 # of the model with a block that recurs: everything, evicted by queries and coded, picked by pages
 RECURRING = [replace(case, model="bamba") for case in (CASES["full"][0], CASES["snapkv"][1], CASES["quest"][0])]
@@ -425,10 +425,8 @@ COMMON = [CASES[name][-1] for name in ("full", "h2o", "snapkv", "kivi", "quest",
 
 
 def compositions() -> list[CacheConfig]:
-    """Every row of the catalogue as it is, and as it is tested; some alone are none."""
-    given = {
-        row.name: f"{row.name}(budget=4096)" if "budget" in row.arguments else row.name for row in CATALOGUE.values()
-    }
+    """Every method of the catalogue as it is, and as it is tested; some alone are none."""
+    given = {name: f"{name}(budget=4096)" if "budget" in x.arguments else name for name, x in METHODS.items()}
     given = {name: text for name, text in given.items() if name not in AROUND}
     given |= {name: f"{name}(moments={MOMENTS!r})" for name in ("ksort", "matryoshkakv", "palu", "kvheads", "cskv")}
     given |= {name: f"{name}(sensitivity={SENSITIVITY!r})" for name in ("kvtc", "kvquant")}

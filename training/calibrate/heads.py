@@ -23,7 +23,7 @@ from jkv.attention.mask import causal, visible
 from jkv.cache.padding import pad
 from jkv.eval import quality, tasks
 from jkv.eval.experiments import count
-from jkv.methods.eviction.heads import CHOICE, SPLIT
+from jkv.methods.calibrated_heads import CHOICE, SPLIT
 from jkv.models import Params, family
 from jkv.models.llama import out
 

@@ -16,8 +16,8 @@ from jax import Array
 
 from jkv.arrays.pytree import value
 from jkv.methods.quantization.calibrated import packed
-from jkv.methods.quantization.kvquant import BINS, WIDTHS, NonUniform, levels, spread
-from jkv.methods.quantization.sensitivity import METHOD, SIDES, SMALL
+from jkv.methods.quantization.kvquant import BINS, NonUniform, levels, spread
+from jkv.methods.quantization.sensitivity import METHOD, SIDES, SMALL, WIDTHS
 from jkv.models import Params, Projected, family
 from jkv.training.calibrate.heads import Found, Say, layers, paid
 from jkv.training.calibrate.moments import SOURCES

@@ -11,6 +11,8 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part, value
 from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
@@ -109,3 +111,24 @@ class Gated(trained_weights.Bearer, Score):
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns["open"]
+
+
+@method(
+    "2410.12876",
+    "reconstruction from the abstract; a prompt in one piece; what is generated stays",
+    "13.9% more accuracy while 62.8% of the tokens leave, tuned on RTE",
+)
+def attentiongate(
+    size: Size,
+    *,
+    threshold: float = 0.5,
+    gate: str | None = None,
+) -> Axes:
+    """Attention-Gate: a gate over the whole prompt decides what each head evicts; `gate`: of `jkv train attentiongate`.
+
+    What stays differs from head to head, so the heads of a layer share its budget.
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(f"attentiongate: threshold={threshold}: of the chance that a token stays, from 0 to below 1")
+    score = trained_weights.trained(gate, Gated(threshold=float(threshold)))
+    return dict(score=score, budget=size, recent=0, pooled=0.0)

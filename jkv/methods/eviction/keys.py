@@ -1,4 +1,4 @@
-"""Scores of the keys and values themselves."""
+"""KeyDiff, key norms, Expected Attention: scores of the keys and values themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
+from jkv.methods.base import Protect
+from jkv.methods.budgets.layers import Above
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
@@ -47,30 +51,6 @@ class KeyOutlier(Score):
         anchor = ev.mix(jnp.where(ev.live, inverse, 0)[:, :, None], "k")
         anchor = anchor / jnp.maximum(norms(anchor), 1e-12)[..., None]
         return -ev.dot(anchor)[:, :, 0] * inverse
-
-
-@part
-class UnitOutlier(Score):
-    """ShadowKV: units of neighbouring tokens that their mean key represents worst.
-
-    rank = -cos(k, mean) of the unit's worst key over all kv heads. Units are cut from the oldest token after the sinks;
-    what a tier already holds stays. Source: ShadowKV (2410.21465), where each kv head has its own units.
-    """
-
-    unit: int = 8
-
-    uniform = True
-
-    def rank(self, ev: Evidence) -> Array:
-        fixed = ev.slots + ev.plan.sinks
-        k = ev.window.k[:, :, ev.plan.sinks :].astype(jnp.float32)
-        b, h, n, d = k.shape
-        k = jnp.pad(k, ((0, 0), (0, 0), (0, -n % self.unit), (0, 0)))
-        k = k.reshape(b, h, -1, self.unit, d)
-        mean = k.mean(3, keepdims=True)
-        cosine = (k * mean).sum(-1) / jnp.maximum(norms(k) * norms(mean), 1e-30)
-        new = jnp.repeat(-cosine.min((1, 3)), self.unit, 1)[:, None, :n]
-        return jnp.concatenate([jnp.full((b, 1, fixed), jnp.inf), new], 2)
 
 
 @part
@@ -133,3 +113,33 @@ def turning(rope: Rope, seen: Array, offsets: Sequence[int]) -> Callable[[Array]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     return turn
+
+
+@method(
+    "2504.15364",
+    "exact for its block form, with chunk = block",
+    "within 0.04% of the full cache on LongBench with 8K tokens, Llama-3.1-8B and 3.2-3B",
+)
+def keydiff(size: Size) -> Axes:
+    """KeyDiff: keys unlike the mean direction of the kept keys."""
+    return dict(score=KeyOutlier(), budget=size, recent=0)
+
+
+@method(
+    "2406.11430",
+    "exact in one piece; decision lagged by block - 1",
+    "half of the tokens in language modelling, a tenth for pass keys, without losing accuracy",
+)
+def knorm(size: Size, *, dense_layers: int = 0) -> Axes:
+    """Keys of small norm stay; the first `dense_layers` keep every token, two in the authors' code."""
+    if dense_layers < 0:
+        raise ValueError(f"knorm: dense_layers={dense_layers}: layers that keep every token, 0 or more")
+    return dict(score=KeyNorm(), budget=Above(size=size, layer=dense_layers) if dense_layers else size)
+
+
+@method(
+    "kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers"
+)
+def expected_attention(size: Size, *, future: int = 512, sinks: int = 4) -> Axes:
+    """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
+    return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size)

@@ -12,8 +12,13 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
-from jkv.methods.eviction.position import Wrapper
+from jkv.methods.base import Protect, Wrapper
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.config import RELATIVE
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.salience import unsorted
+from jkv.methods.eviction.wrappers import PerQuery
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
@@ -160,3 +165,33 @@ class Contest(Wrapper):
             places, jnp.broadcast_to(jnp.arange(total)[None, None] >= total - jnp.maximum(over, 0), places.shape)
         )
         return jnp.where(jnp.isfinite(rank), jnp.where(lost, -1, ev.pos[:, :heads].astype(jnp.float32)), rank)
+
+
+@method(
+    "2507.14204",
+    "compacted once a block; the budget is exact",
+    "a longer span under the same budget, and endless generation (no figure in the abstract)",
+)
+def lacache(
+    size: Size,
+    *,
+    span: int | None = None,
+    overlap: int = 0,
+    sinks: int = 4,
+) -> Axes:
+    """LaCache: each layer keeps another part of the past, in a ladder over `span` layers (default: half)."""
+    score = Protect(score=Ladder(span=span, overlap=overlap, sinks=sinks), sinks=sinks)
+    return dict(score=score, budget=size, tiers=RELATIVE)
+
+
+@method(
+    "2501.04987",
+    "contests exact in number and place, with the scores of the flush",
+    "lowest perplexity on PG19 and OpenWebText2 in a 16th of the cache; best on LongBench with 6%",
+)
+def treekv(size: Size, *, sinks: int = 4, share: float = 0.5) -> Axes:
+    """TreeKV: neighbours compete by mean attention in a `share` of the budget; the past thins out as a tree."""
+    if not 0 < share <= 1:
+        raise ValueError(f"treekv: share={share}: the fraction of the budget where tokens compete, above 0, at most 1")
+    contest = Contest(score=PerQuery(score=Accumulated()), sinks=sinks, share=float(share))
+    return dict(score=Protect(score=contest, sinks=sinks), budget=size, tiers=RELATIVE)

@@ -1,166 +1,38 @@
-"""Scores by position, and wrappers of any score."""
+"""Scores by position; StreamingLLM."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.gather import take_along
-from jkv.arrays.pytree import leaf, part
-from jkv.protocols import Born, Columns, Evidence, Needs, Score
-
-if TYPE_CHECKING:
-    from jkv.models import ModelConfig, Params
-
-
-@part
-class Newest(Score):
-    """Keep the newest tokens: rank = position."""
-
-    uniform = True
-
-    def rank(self, ev: Evidence) -> Array:
-        return ev.pos[:, :1].astype(jnp.float32)
+from jkv.methods.base import Dense, Newest, Protect
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.config import TierSpec
+from jkv.methods.registry import Axes, method
+from jkv.protocols import Evidence
 
 
-@part
-class Oldest(Score):
+def oldest(ev: Evidence, *, newest: int) -> Array:
     """Keep the oldest tokens: rank = -position, and +inf for the newest `newest` tokens and for text just given."""
-
-    newest: int = 25
-
-    uniform = True
-
-    def rank(self, ev: Evidence) -> Array:
-        pos = ev.pos[:, :1]
-        first = jax.lax.top_k(pos, min(self.newest, pos.shape[-1]))[0][..., -1:]
-        if ev.tiers and not ev.generating:
-            oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
-            first = jnp.minimum(first, oldest[:, None, None])
-        return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
+    pos = ev.pos[:, :1]
+    first = jax.lax.top_k(pos, min(newest, pos.shape[-1]))[0][..., -1:]
+    if ev.tiers and not ev.generating:
+        oldest = ev.window.pos.max(1) - (ev.window.pos >= 0).sum(1) + ev.plan.sinks + 1
+        first = jnp.minimum(first, oldest[:, None, None])
+    return jnp.where(pos >= first, jnp.inf, -pos.astype(jnp.float32))
 
 
-def prompt_column(new: Born) -> Columns:
-    """The column `prompt_column`: 1 for prompt tokens of any turn, 0 for generated tokens."""
-    return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
-
-
-@part
-class Wrapper(Score):
-    """Base of scores that wrap another one; everything but the rank is delegated to it.
-
-    A wrapper that combines the ranks of several tokens leaves out the ranks +inf (protected) and -inf.
-    """
-
-    score: Score = leaf()
-
-    @property
-    def needs(self) -> Needs:
-        return self.score.needs
-
-    @property
-    def uniform(self) -> bool:
-        return self.score.uniform
-
-    def bound(self, params: Params) -> Score:
-        return replace(self, score=self.score.bound(params))
-
-    def for_layer(self, model: ModelConfig, layer: int) -> Score:
-        return replace(self, score=self.score.for_layer(model, layer))
-
-    def statistic(self, ev: Evidence) -> Array:
-        return self.score.statistic(ev)
-
-    def birth(self, new: Born) -> Columns:
-        return self.score.birth(new)
-
-    def expires(self, columns: Columns, pos: Array, slots: int = 0) -> Array | None:
-        return self.score.expires(columns, pos, slots)
-
-    def observe(self, ev: Evidence) -> Columns:
-        return self.score.observe(ev)
-
-
-def across(rank: Array) -> Array:
-    """f32[B,1,S]: mean rank over heads f32[B,H,S]. +inf in one head protects; -inf needs all heads.
-
-    >>> across(jnp.array([[[1.0, 1.0, -jnp.inf]], [[3.0, jnp.inf, -jnp.inf]]]).reshape(1, 2, 3)).tolist()
-    [[[2.0, inf, -inf]]]
-    """
-    if rank.shape[1] == 1:
-        return rank
-    finite = jnp.isfinite(rank)
-    count = jnp.maximum(finite.sum(1, keepdims=True), 1).astype(jnp.float32)
-    mean = jnp.where(finite, rank, 0).sum(1, keepdims=True) / count
-    mean = jnp.where((rank == -jnp.inf).all(1, keepdims=True), -jnp.inf, mean)
-    return jnp.where((rank == jnp.inf).any(1, keepdims=True), jnp.inf, mean)
-
-
-@part
-class Protect(Wrapper):
-    """Never evict the first `sinks` tokens and the newest; rank the rest by `score`.
-
-    Attributes:
-        newest: Newest tokens to protect.
-        portion: Share of the text that bounds `newest` for prompts of less than `short` tokens.
-        short: Prompt length below which `portion` applies; 0: never.
-        share: Newest tokens to protect in addition, as a share of what the row may hold. In all no more are protected
-            than it may hold.
-        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column `prompt_column`.
-    """
-
-    sinks: int = 0
-    newest: int = 0
-    portion: float = 1.0
-    short: int = 0
-    share: float = 0.0
-    prompt: bool = False
-
-    def birth(self, new: Born) -> Columns:
-        if not self.prompt:
-            return self.score.birth(new)
-        return self.score.birth(new) | prompt_column(new)
-
-    def rank(self, ev: Evidence) -> Array:
-        rank = self.score.rank(ev)
-        pos = ev.pos[:, : rank.shape[1]]
-        newest, whole = jnp.full_like(ev.seen, self.newest), ev.limit + ev.plan.exact
-        if self.short:
-            few = jnp.floor(self.portion * ev.seen.astype(jnp.float32)).astype(jnp.int32)
-            newest = jnp.where(ev.prompt < self.short, jnp.minimum(newest, few), newest)
-        if self.share:
-            newest = newest + jnp.floor(self.share * whole.astype(jnp.float32)).astype(jnp.int32)
-        first = ev.seen - jnp.minimum(newest, whole - self.sinks)
-        safe = (pos < self.sinks) | (pos >= first[:, None, None])
-        if self.prompt:
-            safe = safe | (ev.columns["given"][:, : rank.shape[1]] > 0)
-        return jnp.where(safe, jnp.inf, rank)
-
-
-@part
-class Pool(Wrapper):
-    """SnapKV's pooling: a sliding mean ("avg") or maximum of odd `width` over the evictable tokens by age.
-
-    The mean divides by `width` at the borders too, as the reference implementations do. Source: SnapKV (2404.14469).
-    """
-
-    width: int = 5
-    kind: str = "avg"
-
-    def rank(self, ev: Evidence) -> Array:
-        rank = self.score.rank(ev)
-        heads = rank.shape[1]
-        order = ev.chronological(heads)
-        may_go = (ev.may_go & ev.live)[:, :heads] & jnp.isfinite(rank)
-        empty = 0.0 if self.kind == "avg" else -jnp.inf
-        x = take_along(jnp.where(may_go, rank, empty), order, -1)
-        half, n = self.width // 2, x.shape[-1]
-        padded = jnp.pad(x, ((0, 0), (0, 0), (half, half)), constant_values=empty)
-        shifted = jnp.stack([padded[..., i : i + n] for i in range(self.width)])
-        pooled = shifted.sum(0) / self.width if self.kind == "avg" else shifted.max(0)
-        back = jnp.argsort(order, -1)
-        return jnp.where(may_go, take_along(pooled, back, -1), rank)
+@method(
+    "2309.17453",
+    "lagged by block - 1",
+    "stable over 4 million tokens; up to 22.2x the speed of a sliding window that is computed anew",
+)
+def streaming(size: Size, *, sinks: int = 4, relative: bool = True) -> Axes:
+    """StreamingLLM: the first `sinks` tokens and the newest; positions within the cache, or the true ones."""
+    first = TierSpec(k=Dense(), v=Dense(), size=sinks, rope="rank")
+    return dict(
+        score=Protect(score=Newest(), sinks=sinks),
+        budget=size,
+        tiers=(first, TierSpec()) if relative and sinks else (TierSpec(),),
+    )

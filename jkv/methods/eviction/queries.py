@@ -11,7 +11,9 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part, value
 from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.keys import turning
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
@@ -141,3 +143,29 @@ def sizes(x: Array, pairs: int) -> Array:
 def weight(typical: Typical) -> np.ndarray:
     """f32[L,H,D]: contribution of each channel to squared logits, E q^2 E k^2, of rotated queries and keys."""
     return np.asarray(typical.square) * np.asarray(typical.keys)
+
+
+@method(
+    "2503.02812",
+    "exact; decision lagged by block - 1",
+    "99% of needles at 32x, as methods with attention; up to 65% less loss of perplexity than StreamingLLM",
+)
+def qfilters(size: Size, *, window: int = 64, queries: str | None = None) -> Axes:
+    """Q-Filters: keys along the direction of most queries; `queries` is a folder of `jkv calibrate queries`."""
+    window = at_most(window, size.tokens, 2)
+    score = Filtered() if queries is None else with_folder(queries, Filtered())
+    return dict(score=score, budget=size, recent=window)
+
+
+@method(
+    "2604.04921",
+    "its code's per_layer_perhead_pruning, not its default, one choice for all layers; lagged as there; cuts prompts",
+    "the accuracy of the full cache on AIME25 at 2.5x the throughput, or in 10.7x less memory",
+)
+def triattention(size: Size, *, block: int = 128, queries: str | None = None) -> Axes:
+    """TriAttention: what the mean query of each head, turned to positions to come, pays to a key, and its spread.
+
+    `queries`: a folder of `jkv calibrate queries`; tokens leave every `block` steps.
+    """
+    score = Phased() if queries is None else with_folder(queries, Phased())
+    return dict(score=score, budget=size, block=at_most(block, size.tokens, 1))

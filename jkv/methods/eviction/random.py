@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import leaf, part
+from jkv.methods.budgets.sizes import Size
 from jkv.methods.eviction.salience import hashed
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Evidence, Score
 
 if TYPE_CHECKING:
@@ -36,3 +38,9 @@ class Random(Score):
         own = hashed(self.layer * jnp.uint32(heads) + jnp.arange(heads, dtype=jnp.uint32), self.seed)
         bits = hashed(ev.pos.astype(jnp.uint32) + own[None, :, None], 0)
         return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+@method("-", "exact: a hash for its random numbers, the same in every batch")
+def random(size: Size, *, seed: int = 0) -> Axes:
+    """Tokens by chance, other ones in every head and layer: the baseline that every method must beat."""
+    return dict(score=Random(seed=seed), budget=size)

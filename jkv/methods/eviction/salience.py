@@ -11,9 +11,8 @@ from jax import Array
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
 from jkv.cache.cache import Queries
-from jkv.methods.eviction.attention import mass
+from jkv.methods.base import Wrapper, mass
 from jkv.methods.eviction.keys import norms
-from jkv.methods.eviction.position import Wrapper
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 

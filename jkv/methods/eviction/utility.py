@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part, value
+from jkv.io import trained_weights
+from jkv.methods.budgets.sizes import Size
 from jkv.methods.eviction.author_gates import Surrogate
-from jkv.methods.eviction.trained_gates import Gate, Trained
+from jkv.methods.eviction.trained_gates import Gate, Trained, protected_contest
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Evidence
 
 
@@ -75,3 +78,21 @@ class Utility(Trained):
     def rank(self, ev: Evidence) -> Array:
         age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
         return self.weights.worth(ev.columns["foreseen"], ev.columns["log_beta"], age)
+
+
+@method("-", "jkv's own: the gates of kvzap and trimkv, weighed head by head, in the contest of makeeach")
+def utility(
+    size: Size,
+    *,
+    window: int = 32,
+    sinks: int = 4,
+    step: int | None = None,
+    gate: str | None = None,
+) -> Axes:
+    """What a question may look up stays, what the next lines need fades: the tokens of all layers and heads compete.
+
+    rank = log(exp(r) + exp(level) beta^age), r of KVzap's gate, beta of TRIM-KV's, weighed by `jkv train utility`:
+    `gate` is a folder of it. The first `sinks` and the newest `window` stay; slots come in steps of `step` tokens
+    (None: a quarter of the budget).
+    """
+    return protected_contest("utility", size, trained_weights.trained(gate, Utility()), window, sinks, step)

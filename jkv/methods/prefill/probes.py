@@ -1,4 +1,4 @@
-"""Probes: texts that are read after a prompt, whose attention ranks the prompt's tokens."""
+"""Probes: texts that are read after a prompt, whose attention ranks its tokens; DapQ, KVzip, KVgrad, SpecKV."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
+from jkv.methods.base import Pool, Protect, mass, peak_attention
+from jkv.methods.budgets.layers import Won
+from jkv.methods.budgets.sizes import Size
 from jkv.methods.compatibility import refuse_first
-from jkv.methods.eviction.attention import mass, peak_attention
-from jkv.protocols import AttentionGradient, Evidence, Probe, ProbeTokens, Say
+from jkv.methods.prefill.deferred import Deferred
+from jkv.methods.registry import Axes, Positive, method
+from jkv.protocols import PROBED, AttentionGradient, Born, Columns, Evidence, Needs, Probe, ProbeTokens, Say, Score
 
 if TYPE_CHECKING:
     from jkv.methods.config import CacheConfig
@@ -163,3 +167,133 @@ def reach(params: Params, rows: list[list[int]], probes: list[list[int]], way_ou
             f"the prompt and what is read after it are {longest} tokens, and the model's context is {context}: take "
             f"{way_out}, or a shorter prompt"
         )
+
+
+@part
+class Probed(Score):
+    """rank_j = the probe's column of token j, f32; 0 for generated tokens."""
+
+    def birth(self, new: Born) -> Columns:
+        return {PROBED: jnp.zeros(new.k.shape[:3], jnp.float32)}
+
+    def rank(self, ev: Evidence) -> Array:
+        return ev.columns[PROBED]
+
+
+@part
+class LateOrProbed(Probed):
+    """SpecKV: the larger of the probe's column and a token's highest attention from the last `queries` queries.
+
+    rank_j = max(probed_j, max over i and G of p[i,j]). Source: SpecKV (2506.08373).
+    """
+
+    queries: int = 33
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries=self.queries)
+
+    def rank(self, ev: Evidence) -> Array:
+        assert ev.kept is not None
+        return jnp.maximum(ev.columns[PROBED], peak_attention(ev, ev.kept))
+
+    def statistic(self, ev: Evidence) -> Array:
+        """f32[B,S]: the rank, largest over heads, where the i-th of the last n queries counts i / (n - 1).
+
+        Source: SpecPC (2506.08373).
+        """
+        assert ev.kept is not None
+        age = (ev.seen[:, None] - 1 - ev.kept.pos).astype(jnp.float32)
+        weight = jnp.maximum(1 - age / max(self.queries - 1, 1), 0)
+        late = replace(ev.kept, lse=ev.kept.lse - jnp.log(weight)[:, None, None])
+        return jnp.maximum(ev.columns[PROBED], peak_attention(ev, late)).max(1)
+
+
+@method(
+    "2603.11564", "from notes of the paper; generated tokens are kept on top", "99.5% of needles with 3% of the cache"
+)
+def dapq(size: Size, *, tokens: int = 32, pool: Positive = 5) -> Axes:
+    """DapQ: attention from pseudo tokens at the place of the answer."""
+    if tokens < 1:
+        raise ValueError(f"dapq: tokens={tokens}: pseudo tokens read after the prompt, 1 or more")
+    score, prefill = Pool(score=Probed(), width=pool), Deferred(probe=Pseudo(tokens=tokens))
+    return dict(score=score, budget=size, recent=0, append=1.0, prefill=prefill)
+
+
+@method(
+    "2505.23416",
+    "all layers and heads compete; what follows the prompt is kept on top; the request to repeat is our own",
+    "3x to 4x smaller and decode about twice as fast with hardly a loss, whatever is asked later",
+)
+def kvzip(
+    size: Size,
+    *,
+    piece: int = 2048,
+    sinks: int = 4,
+    floor: float | None = 0.0,
+    step: int | None = None,
+) -> Axes:
+    """KVzip: tokens that the model looks at when it repeats the prompt; the tokens of all layers and heads compete.
+
+    floor: what a head is sure of, as a share of an equal part, or None: layers and heads have equal shares; slots come
+    in steps of `step` tokens (None: a quarter of the budget).
+    """
+    return _repeated("kvzip", size, Rebuilt(piece=piece, sinks=sinks), floor, step)
+
+
+def _repeated(name: str, size: Size, probe: Rebuilt, floor: float | None, step: int | None) -> Axes:
+    """What a repetition of the prompt looks at stays, beside the first tokens."""
+    if probe.piece < 1 or (step is not None and step < 1):
+        raise ValueError(
+            f"{name}: piece={probe.piece}, step={step}: tokens that are repeated at a time, and of slots, 1 or more"
+        )
+    return dict(
+        score=Protect(score=Probed(), sinks=probe.sinks),
+        budget=size if floor is None else Won(size=size, window=0, step=step),
+        pooled=floor,
+        recent=0,
+        append=1.0,
+        prefill=Deferred(probe=probe),
+    )
+
+
+@method(
+    "OpenReview: cg1wTCJjjk",
+    "scores of its authors' press, from its code; the paper was not read; the request to repeat is our own, as kvzip's",
+    "none: the paper was not read",
+)
+def kvgrad(
+    size: Size,
+    *,
+    piece: int = 256,  # of their press since after kvpress 0.5.5, which has 512
+    sinks: int = 4,
+    floor: float | None = 0.0,
+    step: int | None = None,
+) -> Axes:
+    """KVgrad: kvzip, where attention counts as much as the model's last hidden states depend on what it adds.
+
+    That takes a pass back through the model for each piece of the prompt. The arguments are those of kvzip.
+    """
+    return _repeated("kvgrad", size, Graded(piece=piece, sinks=sinks), floor, step)
+
+
+@method(
+    "2506.08373",
+    "reconstruction: the draft is the model's own first layers; generated tokens are kept on top",
+    "more accurate than others in the same memory and time (no figure in the abstract)",
+)
+def speckv(
+    size: Size,
+    *,
+    tokens: int = 32,
+    layers: int | None = None,
+    window: Positive = 33,
+    pool: Positive = 7,
+) -> Axes:
+    """SpecKV: the highest attention from the next `tokens` as the first `layers` (default: half) draft them."""
+    size = size.above("speckv", window, "its observation window")
+    if tokens < 0 or (layers is not None and layers < 1):
+        raise ValueError(f"speckv: tokens={tokens}, layers={layers}: 0 or more, and 1 or more of the model's layers")
+    score = Pool(score=LateOrProbed(queries=window), width=pool, kind="max")
+    prefill = Deferred(probe=Drafted(tokens=tokens, layers=layers))
+    return dict(score=score, budget=size, recent=window, append=1.0, prefill=prefill)

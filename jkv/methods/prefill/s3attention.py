@@ -20,10 +20,12 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part, static, value
 from jkv.io import trained_weights
+from jkv.io.trained_weights import trained
+from jkv.methods.base import rank_by, window_attention
 from jkv.methods.config import CacheConfig
-from jkv.methods.eviction.attention import WindowMass
-from jkv.methods.prefill.deferred import PromptCompression
+from jkv.methods.prefill.prompt_compression import PromptCompression
 from jkv.methods.prefill.spans import bm25, disjoint, scaled, sums
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import DraftRunner
 
 if TYPE_CHECKING:
@@ -161,7 +163,8 @@ class Featured(trained_weights.Bearer, PromptCompression):
     def scores(self, params: Params, rows: list[list[int]], runner: DraftRunner) -> list[np.ndarray]:
         """Worth f[S] of each span before the last `window` tokens; empty for a prompt without spans."""
         gate, model = self.weights, params.config
-        draft = runner.draft(params.first(self.depth(model)), CacheConfig(score=WindowMass(queries=self.window)))
+        config = CacheConfig(score=rank_by(window_attention, queries=self.window))
+        draft = runner.draft(params.first(self.depth(model)), config)
         layers, ropes = [draft.layers[i] for i in gate.layers], tuple(model.ropes[i] for i in gate.layers)
         k, q = [x.recent.k for x in layers], [x.queries.q for x in layers]
         pos, at, end = layers[0].recent.pos, layers[0].queries.pos, draft.seen - self.window
@@ -179,3 +182,31 @@ class Featured(trained_weights.Bearer, PromptCompression):
         first, n = disjoint(score, (self.tokens - self.window) // self.span, self.span), len(score) + self.span - 1
         spans = [i for start in first for i in range(start, start + self.span)]
         return spans + list(range(n, n + self.window))
+
+
+@method(
+    "2601.17702",
+    "reconstruction from the abstract: one dictionary of features for keys and queries; a prompt is asked once",
+    "close to the full context on LongBench in several model families",
+)
+def s3attention(
+    *,
+    tokens: int = 2048,
+    window: Positive = 64,
+    span: Positive = 32,
+    lexical: float = 0.25,
+    gate: str | None = None,
+) -> Axes:
+    """S3-Attention: only `tokens` of a longer prompt are read, spans with the sparse features of its last `window`.
+
+    Only prompts longer than 2048 tokens are cut by default. `span`: tokens of a span. lexical: the weight of BM25
+    beside the features, from 0 to 1. `gate` is a folder of `jkv train s3attention`; the draft ends with the last layer
+    that it has features of.
+    """
+    if tokens < window + span or not 0 <= lexical <= 1:
+        raise ValueError(
+            f"s3attention: tokens={tokens}, window={window}, span={span}, lexical={lexical}: room for the window and a "
+            "span, and a weight from 0 to 1"
+        )
+    compression = Featured(tokens=tokens, window=window, span=span, lexical=float(lexical))
+    return dict(compression=trained(gate, compression))

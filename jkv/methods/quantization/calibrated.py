@@ -11,7 +11,10 @@ import numpy as np
 
 from jkv.arrays.pytree import part
 from jkv.io import trained_weights
+from jkv.methods.base import Dense
+from jkv.methods.quantization.integer import Affine
 from jkv.methods.quantization.rotation import Balanced, Permuted, Projected, Rotated
+from jkv.methods.registry import Axes, Positive, method
 
 if TYPE_CHECKING:
     from jkv.models import Params
@@ -197,3 +200,22 @@ class Sorted(Calibrated, Permuted):
 
     def bound(self, params: Params) -> Self:
         return replace(self.fitted(params), inner=self.inner.bound(params))
+
+
+@method(
+    "2410.14731",
+    "reconstruction, the start alone: principal channels, not trained, and equal ranks for all layers and heads",
+    "trained (here it is not): over 90% of the quality at 60% fewer bytes, Llama-2-7B and Mistral-7B",
+)
+def matryoshkakv(*, keys: float = 0.75, values: float = 0.75, bits: Positive = 16, moments: str | None = None) -> Axes:
+    """MatryoshkaKV: the principal channels of each head, these shares of those of keys and values, about their means.
+
+    bits: of a channel, 2, 3, 4 or 8 with one scale a token, turned by a Hadamard matrix; 16 are the plain floats.
+    moments: a folder of `jkv calibrate moments`.
+    """
+    inner = Dense() if bits == 16 else Rotated(inner=Affine(bits=bits))
+    k, v = (
+        Principal(inner=inner, share=float(keys), side="keys"),
+        Principal(inner=inner, share=float(values), side="values"),
+    )
+    return dict(codec=(with_folder(moments, k), with_folder(moments, v)))

@@ -8,7 +8,8 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, fields, floats, pack, select
 from jkv.arrays.pytree import part
-from jkv.methods.quantization.groups import shared
+from jkv.methods.quantization.groups import Widest, shared
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Code, Codec
 
 SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # magnitudes of E2M1 by code; bit 3 of a code is the sign
@@ -60,3 +61,10 @@ class Float4(Codec):
         parts, table = fields(packed, 4), jnp.asarray(np.concatenate([SIZES, -SIZES]))
         wide = jnp.repeat(s, parts[0].shape[1] * len(parts) // s.shape[1], 1)
         return [select(y, table) * z for y, z in zip(parts, jnp.split(wide, len(parts), 1), strict=True)]
+
+
+@method("-", "approximation: 4-bit floats, one 8-bit scale for 16; the tail is exact")
+def fp4(*, group: Positive = Widest(16), scale: float = 1.0) -> Axes:
+    """Floats of 4 bits (E2M1), an E4M3 scale for `group` channels, as NVFP4 has them; `scale`: of all of them."""
+    codec = Float4(group=group, scale=float(scale))
+    return dict(codec=(codec, codec))

@@ -9,6 +9,7 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, floats
 from jkv.arrays.pytree import part
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Code, Codec, KernelCodes
 
 DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
@@ -49,3 +50,10 @@ class Float(Codec):
     def decode(self, code: Code) -> Array:
         x = floats(code.slots, DTYPES[self.format]).astype(jnp.float32)
         return jnp.where(jnp.isfinite(x), x, 0) * self.scale
+
+
+@method("-", "approximation: 8-bit floats; the tail is exact")
+def fp8(*, format: Literal["e4m3", "e5m2"] = "e4m3", scale: float = 1.0) -> Axes:
+    """Floats of 8 bits, of `scale` times them: no metadata."""
+    codec = Float(format=format, scale=float(scale))
+    return dict(codec=(codec, codec))

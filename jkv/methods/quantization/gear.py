@@ -10,8 +10,9 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, floats
 from jkv.arrays.pytree import part
-from jkv.methods.quantization.groups import Grouped
+from jkv.methods.quantization.groups import Grouped, Widest
 from jkv.methods.quantization.integer import Affine
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Code
 
 
@@ -131,3 +132,21 @@ def factors(x: Array, rank: int, rounds: int) -> tuple[Array, Array]:
         q = jnp.linalg.qr(q)[0] if last else q
         p = x.swapaxes(1, 2) @ q
     return q, p.swapaxes(1, 2)
+
+
+@method(
+    "2403.05527",
+    "approximation: a prompt is factored block by block too, outliers are counted per head; the tail is exact",
+    "near-lossless at 4 bits; up to 2.38x the throughput, 2.29x less peak memory",
+)
+def gear(
+    *, bits: Positive = 3, group: Positive = Widest(64), rank: int = 1, outliers: float = 0.0, recent: int = 0
+) -> Axes:
+    """GEAR: what integers miss of each block comes back as a low rank, and the largest numbers stay beside them.
+
+    The authors' 2 bits are bits=2, rank=2, outliers=0.02: at least one number at either end of a head's vector, so
+    4.3 bits with 64 channels. The default is nearer to the full cache in 4.
+    """
+    inner = Affine(bits=bits, axis="channel", group=group), Affine(bits=bits, group=group)
+    k, v = (Gear(inner=x, group=group, rank=rank, outliers=float(outliers)) for x in inner)
+    return dict(codec=(k, v), recent=recent, block=group)

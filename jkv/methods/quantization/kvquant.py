@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from math import floor
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,15 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, fields, floats, pack, select, together
 from jkv.arrays.pytree import leaf, part
+from jkv.methods.config import TierSpec
 from jkv.methods.quantization.rotation import require_array
+from jkv.methods.quantization.sensitivity import WIDTHS, Sensitivity, Side, Weighed, weighed
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Code, Codec
 
-WIDTHS = (2, 3, 4)  # bits of the tables that calibration makes
+if TYPE_CHECKING:
+    from jkv.models import Params
+
 BINS = 4096  # bins of a histogram of numbers in [-1, 1]
 ROUNDS = 50
 
@@ -142,3 +148,54 @@ class NonUniform(Codec):
         for j in range(at.shape[1]):
             x = x + jnp.where(channel == at[:, j : j + 1], beyond[:, j : j + 1], 0)
         return x
+
+
+@part
+class Sensitive(Weighed, NonUniform):
+    """KVQuant: `NonUniform` with levels weighted by squared gradients of the loss, one table per layer.
+
+    Ends are the percentiles of each channel for un-rotated keys (`side` "plain"), and each token's own for values.
+    Source: KVQuant (2401.18079).
+    """
+
+    side: Side = "plain"
+    models: tuple[str, ...] = ()
+
+    def rate(self, dim: int) -> float:
+        ends = 0 if self.side == "plain" else 2
+        return round(self.bits + (16 * ends + (8 + 16) * 2 * self.aside(dim)) / dim, 4)
+
+    def given(self, found: Sensitivity) -> Self:
+        heads, dim = found.of(self.side, "mean").shape[1:]
+        self.check(dim)
+        table = found.of(self.side, f"table{self.bits}")[:, None]
+        ends = {x: jnp.asarray(found.of("plain", x)) for x in ("low", "high")} if self.side == "plain" else {}
+        return replace(self, table=jnp.asarray(np.repeat(table, heads, 1)), models=found.models, **ends)
+
+    def bound(self, params: Params) -> Self:
+        return self.fitted(params)
+
+
+@method(
+    "2401.18079",
+    "reconstruction: outliers, and ends of values, of each head; no Q-Norm; ends of keys are those of `outliers`=1%",
+    "less than 0.1 perplexity at 3 bits, LLaMA, Llama-2 and Mistral",
+)
+def kvquant(
+    *,
+    bits: Positive = 3,
+    outliers: float = 0.01,
+    by: Literal["distance", "rank"] = "distance",
+    sinks: int = 1,
+    sensitivity: str | None = None,
+) -> Axes:
+    """KVQuant: un-rotated keys by channel and values by token in levels that gradients weigh, `outliers` beside.
+
+    bits: 2, 3 or 4. by: outliers are the numbers farthest out for their channel, on whichever side ("distance"), or as
+    many of the largest as of the smallest ("rank"), as where the authors fix their number. The first `sinks` tokens
+    stay as they are. sensitivity: a folder of `jkv calibrate sensitivity`.
+    """
+    k = Sensitive(bits=bits, outliers=float(outliers), by=by)
+    v = replace(k, side="values")
+    codec = TierSpec(k=weighed(sensitivity, k), v=weighed(sensitivity, v), rope="read")
+    return dict(tiers=(codec,), sinks=sinks)

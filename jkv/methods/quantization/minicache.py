@@ -11,10 +11,13 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, floats
 from jkv.arrays.pytree import leaf, part
-from jkv.methods.quantization.dense import Dense
+from jkv.methods.base import Dense
+from jkv.methods.config import TierSpec
+from jkv.methods.prefill.deferred import Deferred
 from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.integer import Affine
 from jkv.methods.quantization.rotation import require_array
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Code, Codec
 
 if TYPE_CHECKING:
@@ -129,3 +132,21 @@ class Merged(Codec):
         table = require_array(self.apart).astype(jnp.float32)
         table = jnp.concatenate([jnp.zeros((1, merged.shape[1]), jnp.float32), table])
         return jnp.where(which > 0, table[which[:, 0]], merged)
+
+
+@method(
+    "2405.14366",
+    "reconstruction: a prompt is merged once it is read, what follows it stays as it is; pairs begin at an even layer; "
+    "a number of tokens stays apart in each head",
+    "5.02x smaller with 4 bits, about 5x the throughput, 41% less memory, Llama-2-7B on ShareGPT",
+)
+def minicache(*, bits: int = 4, t: float = 0.6, kept: int = 64, first: int | None = None) -> Axes:
+    """MiniCache: two layers have one direction for a token's key, and one for its value, and each layer its length.
+
+    Layers `first` and the next, and so on (None: the upper half), share spherical means that lean to the upper one by
+    `t`, in `bits`; 16 are the plain floats. The `kept` tokens of a head whose directions differ most stay as they are.
+    The prompt is held whole once.
+    """
+    inner = Dense() if bits == 16 else Affine(bits=bits, group=Widest(32))
+    codec = Merged(inner=inner, t=float(t), kept=kept, first=first)
+    return dict(tiers=(TierSpec(k=codec, v=codec), TierSpec(k=Dense(), v=Dense())), prefill=Deferred())

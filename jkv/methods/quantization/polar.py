@@ -9,7 +9,10 @@ from jax import Array
 
 from jkv.arrays.bitpacking import at_most, bits_of, fields, floats, pack
 from jkv.arrays.pytree import part
+from jkv.methods.base import Dense
 from jkv.methods.quantization.groups import Grouped
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Code
 
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # widths of the planes into which a code's bits are packed
@@ -105,3 +108,25 @@ def planes(bits: int) -> list[tuple[int, int]]:
     """
     own = PLANES[bits]
     return [(n, sum(own[:i])) for i, n in enumerate(own)]
+
+
+@method(
+    "NeurIPS 2025: PolarQuant",
+    "approximation: radius and angle of keys in bins, values in integers; the tail is exact",
+    "keys whose outliers lie in one channel of a pair are smooth as radius and angle (no figure in the abstract)",
+)
+def polarquant(
+    *,
+    radius: int = 4,
+    angle: int = 4,
+    values: int = 4,
+    group: Positive = 128,
+    cut: Literal["gap", "zero"] = "gap",
+    recent: int = 0,
+) -> Axes:
+    """PolarQuant: keys as radius and angle of rotating pairs, values in `values` bits; 16 are the plain floats.
+
+    cut: where a pair's angles begin, behind their widest "gap" in a group, or at "zero" as in the authors' code.
+    """
+    v = Dense() if values == 16 else Affine(bits=values, group=group)
+    return dict(codec=(Polar(radius=radius, angle=angle, group=group, cut=cut), v), recent=recent, block=group)

@@ -1,4 +1,4 @@
-"""Codecs in another basis: x ~ mean + back(y), y the inner codec's approximation of into(x - mean)."""
+"""int8, int4, int3, RotateKV; codecs in another basis: x ~ mean + back(y), y ~ into(x - mean) in the inner codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import numpy as np
 from jax import Array
 
 from jkv.arrays.pytree import leaf, part
+from jkv.methods.config import TierSpec
+from jkv.methods.quantization.groups import Widest
 from jkv.methods.quantization.integer import Affine
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Code, Codec, KernelCodes
 
 if TYPE_CHECKING:
@@ -211,3 +214,49 @@ class Balanced(Turned):
 
     def ask(self, q: Array) -> Array:
         return q / require_array(self.factor)[None]
+
+
+def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
+    """The codec, or the same of channels that a Hadamard matrix has mixed."""
+    return Rotated(inner=codec) if rotate else codec
+
+
+@method("-", "approximation: 8-bit integers; the tail is exact")
+def int8(*, rotate: bool = False) -> Axes:
+    """Eight bits a number, one scale a token and head; `rotate`: of channels that a Hadamard matrix has mixed."""
+    codec = turned(Affine(bits=8), rotate)
+    return dict(codec=(codec, codec))
+
+
+@method("-", "approximation: 4-bit integers; the tail is exact")
+def int4(*, group: int = Widest(32), rotate: bool = False) -> Axes:
+    """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`.
+
+    Mixed they are nearer to the full cache in the same bits; plain is what has been measured by this name.
+    """
+    codec = turned(Affine(bits=4, group=group), rotate)
+    return dict(codec=(codec, codec))
+
+
+@method("-", "approximation: 3-bit integers; the tail is exact")
+def int3(*, group: int = Widest(32), rotate: bool = True) -> Axes:
+    """Three bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
+    codec = turned(Affine(bits=3, group=group), rotate)
+    return dict(codec=(codec, codec))
+
+
+@method(
+    "2501.16383",
+    "reconstruction: each head is turned alone and needs no order; zero points are floats; the first tokens are exact",
+    "less than 0.3 perplexity at 2 bits, Llama-2-13B; 3.97x less peak memory, 2.32x faster decoding",
+)
+def rotatekv(*, bits: Positive = 2, group: int = 0, clip: float | None = None, sinks: int = 4) -> Axes:
+    """RotateKV: un-rotated keys, and values, turned by a Hadamard matrix, in integers with one scale a token.
+
+    group: channels that share a scale (0: all); clip: the share of their range that is kept, in the paper 0.8 at 2
+    bits, or None: what is best for normal numbers, 0.64 of 64 and 0.58 of 128; the first `sinks` tokens stay as they
+    are.
+    """
+    inner = Affine(bits=bits, group=group, clip=None if clip is None else float(clip))
+    codec = Rotated(inner=inner, signs=None)
+    return dict(tiers=(TierSpec(k=codec, v=codec, rope="read"),), sinks=sinks)

@@ -1,24 +1,20 @@
-"""KVTC, KVQuant: codecs fitted on a model's sensitivity, which `jkv calibrate sensitivity` measures."""
+"""Codecs fitted on a model's sensitivity, which `jkv calibrate sensitivity` measures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 
-from jkv.arrays.pytree import part
 from jkv.io import trained_weights
-from jkv.methods.quantization.bit_allocation import STRETCH, Allotted, allotted
 from jkv.methods.quantization.calibrated import unpacked
-from jkv.methods.quantization.kvquant import WIDTHS, NonUniform
-from jkv.methods.quantization.rotation import Projected
 
 if TYPE_CHECKING:
     from jkv.models import Params
 
+WIDTHS = (2, 3, 4)  # bits of the tables that calibration makes
 C = TypeVar("C", bound="Weighed")
 Side = Literal["plain", "values"]  # "plain": un-rotated keys
 SIDES: tuple[Side, ...] = ("plain", "values")
@@ -94,79 +90,3 @@ class Weighed:
 def weighed(folder: str | None, own: C) -> C:
     """Fit a codec on the sensitivity of a folder; without a folder return it unchanged."""
     return own if folder is None else own.given(Sensitivity.read(folder))
-
-
-@part
-class Transformed(Weighed, Projected):
-    """KVTC: all principal channels, in stretches of 8 with their own number of bits, `bits` per channel on average.
-
-    The bits of a stretch are the same in all layers and heads, allocated by the mean of its shares of their variances.
-    centered: about the mean, else the principal channels of the mean square. Source: KVTC (2511.01815), which joins
-    layers and heads in one basis, and entropy-codes the integers.
-    """
-
-    bits: float = 2.0
-    side: Side = "plain"
-    centered: bool = True
-    models: tuple[str, ...] = ()
-
-    def total(self, dim: int) -> int:
-        """Sum over the stretches of the bits per channel."""
-        return round(self.bits * dim / STRETCH)
-
-    def check(self, dim: int) -> None:
-        if dim % STRETCH or not 0 < self.bits <= 8 or not self.total(dim):
-            raise ValueError(
-                f"transformed codec: bits={self.bits} of {dim} channels; above 0 and at most 8, of a multiple of 8"
-            )
-        if self.basis is not None:
-            super().check(dim)
-
-    def rate(self, dim: int) -> float:
-        return round((self.total(dim) * STRETCH + 16) / dim, 4)
-
-    def given(self, found: Sensitivity) -> Self:
-        mean, square = found.of(self.side, "mean").astype(np.float64), found.covariance(self.side)
-        if not self.centered:
-            square = square + mean[..., :, None] * mean[..., None, :]
-        sizes, columns = (x[..., ::-1] for x in np.linalg.eigh(square))
-        sizes = np.maximum(sizes, 0)
-        shares = sizes / np.maximum(sizes.sum(-1, keepdims=True), 1e-30)
-        worth = shares.reshape(*shares.shape[:2], -1, STRETCH).sum(-1).mean((0, 1))
-        bits = allotted(worth, self.total(sizes.shape[-1]))
-        return replace(
-            self,
-            inner=Allotted(bits=bits, deviation=jnp.asarray(np.sqrt(sizes), jnp.float32)),
-            basis=jnp.asarray(columns, jnp.float32),
-            mean=jnp.asarray(mean, jnp.float32) if self.centered else None,
-            models=found.models,
-        )
-
-    def bound(self, params: Params) -> Self:
-        return self.fitted(params)
-
-
-@part
-class Sensitive(Weighed, NonUniform):
-    """KVQuant: `NonUniform` with levels weighted by squared gradients of the loss, one table per layer.
-
-    Ends are the percentiles of each channel for un-rotated keys (`side` "plain"), and each token's own for values.
-    Source: KVQuant (2401.18079).
-    """
-
-    side: Side = "plain"
-    models: tuple[str, ...] = ()
-
-    def rate(self, dim: int) -> float:
-        ends = 0 if self.side == "plain" else 2
-        return round(self.bits + (16 * ends + (8 + 16) * 2 * self.aside(dim)) / dim, 4)
-
-    def given(self, found: Sensitivity) -> Self:
-        heads, dim = found.of(self.side, "mean").shape[1:]
-        self.check(dim)
-        table = found.of(self.side, f"table{self.bits}")[:, None]
-        ends = {x: jnp.asarray(found.of("plain", x)) for x in ("low", "high")} if self.side == "plain" else {}
-        return replace(self, table=jnp.asarray(np.repeat(table, heads, 1)), models=found.models, **ends)
-
-    def bound(self, params: Params) -> Self:
-        return self.fitted(params)

@@ -11,6 +11,7 @@ from jax import Array
 
 from jkv.arrays.bitpacking import bits_of, floats, spread
 from jkv.arrays.pytree import part
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Code, Codec, KernelCodes
 
 
@@ -55,3 +56,14 @@ class Sparse(Codec):
     def kernel_codes(self, code: Code) -> KernelCodes:
         values, bitmap = code.slots
         return KernelCodes(codes=floats(values, self.dtype), kept=bitmap)
+
+
+@method(
+    "2505.22913",
+    "approximation: the smallest numbers of a token are 0; the tail is exact",
+    "70% sparse without loss; 45% of the dense bytes, up to 2.23x the tokens a second",
+)
+def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
+    """MUSTAFAR: the largest channels of every key and value, and a bit for each channel."""
+    codec = Sparse(sparsity=float(sparsity))
+    return dict(codec=(codec, codec), recent=recent)

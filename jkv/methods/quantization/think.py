@@ -14,9 +14,11 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part
 from jkv.io import trained_weights
+from jkv.methods.base import Dense
+from jkv.methods.config import TierSpec
 from jkv.methods.eviction.queries import METHOD, Typical, weight, with_folder
-from jkv.methods.quantization.dense import Dense
 from jkv.methods.quantization.rotation import Turned
+from jkv.methods.registry import Axes, method
 from jkv.protocols import Codec, Needs
 
 if TYPE_CHECKING:
@@ -109,3 +111,25 @@ class Thinned(Turned):
 
     def back(self, y: Array) -> Array:
         return jnp.zeros((y.shape[0], self.dim), y.dtype).at[:, self.channels].set(y)
+
+
+@method(
+    "2407.21018",
+    "its rule, of a prompt in one piece; one choice for the queries of a kv head; what follows the prompt stays whole",
+    "over 20% less memory beside what evicts and quantizes, with equal or better accuracy; 2.8x less peak with KIVI",
+)
+def think(*, share: float = 0.4, recent: int = 32, window: int = 32, queries: str | None = None) -> Axes:
+    """ThinK: a `share` of the key channels, those of the least E q^2 E k^2 in each head, is never stored.
+
+    They are found for each prompt, of its keys and its last `window` queries. window=0: they are the model's, of `jkv
+    calibrate queries`, as that wrote them to the folder `queries`, and keys that follow lose them too; for a budget.
+    """
+    if not 0 <= share < 1 or window < 0:
+        raise ValueError(
+            f"think: share={share}, window={window}: the part of the key channels that is dropped, from 0 to below 1, "
+            "and queries, 0 or more"
+        )
+    keys = Thinned(share=float(share), window=window if queries is None else 0)
+    if keys.taught:
+        return dict(tiers=(TierSpec(k=keys, v=Dense()), TierSpec(k=Dense(), v=Dense())), recent=recent)
+    return dict(codec=(keys if queries is None else with_folder(queries, keys), Dense()), recent=recent)

@@ -11,7 +11,9 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import leaf, part, value
+from jkv.attention.evidence import QUERIES
 from jkv.io import trained_weights
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked
 from jkv.protocols import Entered, Look, Needs
 
@@ -210,3 +212,35 @@ def trained(folder: str, kind: str) -> tuple[Predictor, tuple[str, ...]]:
     made = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     line = made.pop("linear")
     return (Linear(weights=line) if kind == "linear" else Convolution(**made)), tuple(card["model"])
+
+
+@method(
+    "2502.04077",
+    "approximation: reads the pages of highest forecast; rows between flushes know what was read",
+    "13x compression, and 5.6x the speed when the cache is offloaded",
+)
+def attentionpredictor(
+    *,
+    pages: Positive = 64,
+    page: Positive = 16,
+    sinks: int = 64,
+    rows: int = 64,
+    dense_layers: int = 2,
+    kind: str = "conv",
+    predictor: str | None = None,
+) -> Axes:
+    """AttentionPredictor: pages by a trained forecast of their attention; `predictor` is a folder of `jkv train`.
+
+    It keeps every token and an index: it saves reads, not memory.
+    """
+    if kind not in ("conv", "linear"):
+        raise ValueError(f"attentionpredictor: kind={kind!r}: 'conv', or 'linear' for the baseline of three numbers")
+    if not LEAST_ROWS <= rows <= QUERIES:
+        raise ValueError(f"attentionpredictor: rows={rows}: steps of a history, from {LEAST_ROWS} to {QUERIES}")
+    if min(pages, page) < 1 or sinks < 0:
+        raise ValueError(f"attentionpredictor: pages={pages}, page={page}, sinks={sinks}: 1 or more, sinks 0 or more")
+    net, models = (None, ()) if predictor is None else trained(predictor, kind)
+    select = Forecast(
+        unit=page, pages=pages, sinks=sinks, rows=rows, kind=kind, net=net, models=models, first=dense_layers
+    )
+    return dict(select=select, recent=64)

@@ -99,3 +99,10 @@ class Ranked(Selector):
         score = jnp.where(live & held, jnp.inf, self.vote(self.score(look), live & ~held))
         best, units = jax.lax.top_k(score, min(self.most, score.shape[-1]))
         return jnp.where(best == -jnp.inf, -1, units), look.memo
+
+
+def paged(name: str, tokens: int, page: int) -> int:
+    """So many tokens in pages; ValueError for less than one."""
+    if tokens < page:
+        raise ValueError(f"{name}: tokens={tokens}, page={page}: that are read together; a page or more")
+    return tokens // page

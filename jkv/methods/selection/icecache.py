@@ -7,6 +7,7 @@ from jax import Array
 
 from jkv.arrays.gather import take
 from jkv.arrays.pytree import part
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked, logits
 from jkv.protocols import Entered, Look
 
@@ -65,3 +66,18 @@ def across(x: Array, live: Array) -> Array:
         v = jnp.einsum("bhnd,bhn->bhd", apart, jnp.einsum("bhnd,bhd->bhn", apart, v))
         v = v / jnp.maximum(jnp.linalg.norm(v, axis=-1, keepdims=True), 1e-30)
     return jnp.einsum("bhnd,bhd->bhn", apart, v)
+
+
+@method(
+    "2604.10539",
+    "reconstruction: cut along principal directions at each flush, not by a tree of neighbours; each layer its own",
+    "99% of the full cache's accuracy with 256 tokens, a quarter of what other managers of a cache on the host take",
+)
+def icecache(*, pages: Positive = 14, page: Positive = 16, sinks: int = 32, dense_layers: int = 0) -> Axes:
+    """IceCache: a page is of tokens whose keys are alike, wherever they stand; a step reads the `pages` of the mean key
+    that its queries ask for most.
+
+    The pages of the first `sinks` tokens are among them in any case. It keeps every token and an index: it saves reads,
+    not memory.
+    """
+    return dict(select=Alike(unit=page, pages=pages, sinks=sinks, first=dense_layers), recent=32)

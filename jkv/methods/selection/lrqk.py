@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part, value
-from jkv.methods.selection.base import Ranked, Vote, scaled_queries
+from jkv.attention.evidence import QUERIES
+from jkv.methods.registry import Axes, Positive, method
+from jkv.methods.selection.base import Ranked, Vote, paged, scaled_queries
 from jkv.protocols import Entered, Look, Needs
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -120,3 +122,30 @@ def factors(queries: Array, keys: Array, rank: int, rounds: int = 2) -> tuple[Ar
         q = maps(keys, k, b_q)
         k = maps(queries, q, b_k)
     return q, k
+
+
+@method(
+    "2510.23649",
+    "approximation: steps take the prompt's maps, of its last queries; a kv head's queries share theirs",
+    "only what is missing crosses from host to device, and what is read is exact (no figure in the abstract)",
+)
+def lrqk(
+    *,
+    tokens: Positive = 512,
+    page: Positive = 1,
+    rank: Positive = 16,
+    window: Positive = 64,
+    sinks: int = 0,
+    dense_layers: int = 0,
+) -> Axes:
+    """LRQK: a step reads the `tokens` of the largest products of proxies, `rank` numbers of a query and of a key each.
+
+    The maps that make them are learned of each prompt: of its keys and its last `window` queries; of one that is read
+    in chunks, or given bit by bit, of those of its beginning. page: tokens that are read together, by the best of them.
+    It keeps every token and an index: it saves reads, not memory.
+    """
+    if window > QUERIES:
+        raise ValueError(f"lrqk: window={window}: queries that the maps are learned of, from 1 to {QUERIES}")
+    pages = paged("lrqk", tokens, page)
+    select = Factors(unit=page, pages=pages, sinks=sinks, rank=rank, queries=window, first=dense_layers)
+    return dict(select=select)

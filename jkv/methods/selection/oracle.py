@@ -1,4 +1,4 @@
-"""Selectors that score tokens and pages by their own logits."""
+"""TokenSelect, TriForce: tokens and pages by their own logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
-from jkv.methods.selection.base import Ranked, Vote
+from jkv.methods.config import TierSpec
+from jkv.methods.registry import Axes, Positive, method
+from jkv.methods.selection.base import Ranked, Vote, paged
+from jkv.methods.selection.wrappers import Similar
 from jkv.protocols import Entered, Look
 
 
@@ -58,3 +61,43 @@ class PageMean(Ranked):
         logits = look.logits() * look.q.shape[-1] ** -0.5
         short = -logits.shape[-1] % self.unit
         return jnp.pad(logits, [(0, 0)] * 3 + [(0, short)]).reshape(*logits.shape[:3], -1, self.unit).mean(-1)
+
+
+@method(
+    "2411.02886",
+    "approximation: keys act where they are, not at places within what is read; prompts read everything",
+    "up to 23.84x the speed of attention and 2.28x end to end, with better quality than its rivals",
+)
+def tokenselect(
+    *, tokens: int = 2048, sinks: int = 128, local: int = 512, similar: float = 0.9, far: bool = False
+) -> Axes:
+    """TokenSelect: a step reads the `tokens` that all heads of a layer vote for, each with a softmax of q . k.
+
+    The first `sinks` and the newest `local` tokens are read beside them. As long as queries have a cosine of `similar`
+    to those of the last vote, its tokens serve; a number above 1: never. far: keys are kept un-rotated, and the vote is
+    as if all were `local` tokens away. It keeps every token: it saves reads, not memory.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}: that a step reads, 1 or more")
+    if far and local < 1:
+        raise ValueError(f"tokenselect: local={local}: the distance of the vote with far=True, 1 or more")
+    exact = Exact(pages=tokens + sinks, sinks=sinks, apart=local * far)
+    select = exact if similar > 1 else Similar(select=exact, threshold=float(similar))
+    tiers = dict(tiers=(TierSpec(rope="read"),)) if far else {}
+    return dict(select=select, recent=local) | tiers
+
+
+@method(
+    "2404.11912",
+    "pages are picked anew at each flush, not once; heads that share keys by the sum of dots; made for drafts",
+    "as a draft of the model itself 2.31x as fast at 128K tokens, and 7.78x where the full cache is in the host",
+)
+def triforce(*, tokens: Positive = 4096, page: Positive = 8, newest: Positive = 32) -> Axes:
+    """TriForce: a step reads the first page, others of the best mean keys, `tokens` in all, and the `newest`.
+
+    The first query after a flush picks them, and steps read them until the next. It keeps every token: it saves reads,
+    not memory. `drafter="triforce(tokens=512)"` copies them out of the cache that verifies, whatever that is, and
+    guesses through the copy with the model's own weights.
+    """
+    pages = PageMean(unit=page, pages=paged("triforce", tokens, page), sinks=page)
+    return dict(select=Similar(select=pages, threshold=-2.0), recent=newest)  # whatever later queries are

@@ -11,7 +11,8 @@ from jax import Array
 
 from jkv.arrays.pytree import leaf, part, value
 from jkv.io import trained_weights
-from jkv.methods.selection.base import Ranked, Vote, scaled_queries
+from jkv.methods.registry import Axes, Positive, method
+from jkv.methods.selection.base import Ranked, Vote, paged, scaled_queries
 from jkv.protocols import Entered, Look, Selector
 
 if TYPE_CHECKING:
@@ -122,3 +123,62 @@ def calibrated(folder: str) -> tuple[Channels, tuple[str, ...]]:
     if not trained_weights.fit(arrays, Channels.axes):
         raise trained_weights.unlike(folder, arrays, METHOD)
     return Channels(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}), tuple(card["model"])
+
+
+def proxies(own: Proxies, channels: str | None) -> Proxies:
+    """With what a folder of `jkv calibrate channels` knows, if one is given."""
+    if channels is None:
+        return own
+    known, models = calibrated(channels)
+    return replace(own, known=known, models=models)
+
+
+@method(
+    "2602.03152",
+    "approximation: pairs are of a kv head, by the mean agreement of its query heads; some sinks are always read",
+    "nearly the full cache with 256 tokens; 2.56x the speed with 18.9% of it on AIME24",
+)
+def fasa(
+    *,
+    tokens: Positive = 256,
+    page: Positive = 1,
+    pairs: Positive = 16,
+    sinks: int = 4,
+    dense_layers: int = 1,
+    channels: str | None = None,
+) -> Axes:
+    """FASA: a step reads the `tokens` of the highest logit of the few `pairs` of channels that find most alone.
+
+    page: tokens that are read together, by the best of them. channels: a folder of `jkv calibrate channels`.
+    It keeps every token and an index: it saves reads, not memory.
+    """
+    select = Proxies(unit=page, pages=paged("fasa", tokens, page), sinks=sinks, width=pairs, first=dense_layers)
+    return dict(select=proxies(select, channels))
+
+
+@method(
+    "2406.19707",
+    "approximation: directions by calibration, not by the prompt; a layer's own queries, as nothing is fetched ahead",
+    "up to 3.00x the speed of other managers of a cache on the host",
+)
+def infinigen(
+    *,
+    tokens: Positive = 400,
+    page: Positive = 1,
+    directions: Positive = 13,
+    gap: float = 8.0,
+    dense_layers: int = 2,
+    channels: str | None = None,
+) -> Axes:
+    """InfiniGen: a step reads the tokens whose logit, of a few skewed `directions`, is less than `gap` below the best.
+
+    At most `tokens`; gap: 0 for as many in any case. The authors take 4 for OPT, whose keys are not rotated, and 5 to 9
+    for Llama. page: tokens that are read together, by the best of them.
+    channels: a folder of `jkv calibrate channels`, of a quarter of the directions. It keeps every token and an index:
+    it saves reads, not memory.
+    """
+    if gap < 0:
+        raise ValueError(f"infinigen: gap={gap}: below the best logit, 0 or more")
+    pages = paged("infinigen", tokens, page)
+    select = Proxies(unit=page, pages=pages, kind="skew", width=directions, gap=float(gap), first=dense_layers)
+    return dict(select=proxies(select, channels))

@@ -1,85 +1,36 @@
-"""Quantization, sparsity and mixed precision."""
+"""Mixed precision: important tokens get more bits; ZipCache, MiKV, ARKV, ZipVL."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jax import Array
+
+from jkv.arrays.pytree import part
+from jkv.methods.base import Dense, Pool, Wrapper, across, rank_by, window_attention
 from jkv.methods.budgets.layers import Inside
 from jkv.methods.budgets.sizes import All, Size
 from jkv.methods.config import TierSpec
-from jkv.methods.eviction.attention import Accumulated, WindowMass
 from jkv.methods.eviction.cake import Tailed
-from jkv.methods.eviction.critic import ByPhase
-from jkv.methods.eviction.position import Pool
+from jkv.methods.eviction.h2o import Accumulated
 from jkv.methods.eviction.salience import Salience, Sticky
-from jkv.methods.eviction.wrappers import AcrossHeads, Reaching
-from jkv.methods.layer_plan import Plan
+from jkv.methods.eviction.wrappers import AcrossHeads, ByPhase
 from jkv.methods.prefill.deferred import Deferred
-from jkv.methods.quantization import Affine, Dense, Separable, Sparse
 from jkv.methods.quantization.calibrated import Equalised, with_folder
 from jkv.methods.quantization.groups import Widest
-from jkv.methods.quantization.per_layer import Planned
-from jkv.methods.quantization.rotation import Rotated
-from jkv.methods.registry import Axes, Positive, row
+from jkv.methods.quantization.integer import Affine
+from jkv.methods.quantization.per_channel_scale import Separable
+from jkv.methods.registry import Axes, Positive, method
+from jkv.protocols import Evidence
 
 
-def coded(bits: int, group: int, size: float | None = None) -> TierSpec:
+def integer_tier(bits: int, group: int, size: float | None = None) -> TierSpec:
     """A tier of keys by channel and values by token in so many bits; 16 are the plain floats."""
     if bits == 16:
         return TierSpec(k=Dense(), v=Dense(), size=size)
     return TierSpec(k=Affine(bits=bits, axis="channel", group=group), v=Separable(bits=bits, group=group), size=size)
 
 
-def turned(codec: Affine, rotate: bool) -> Affine | Rotated:
-    """The codec, or the same of channels that a Hadamard matrix has mixed."""
-    return Rotated(inner=codec) if rotate else codec
-
-
-@row(
-    "2402.02750",
-    "approximation: integers; the tail is exact",
-    "2 bits at almost the same quality; 2.6x less peak memory, 2.35x to 3.47x the throughput",
-)
-def kivi(*, bits: Positive = 2, group: Positive = Widest(32), recent: int = 96, rotate: bool = False) -> Axes:
-    """KIVI: keys per channel in groups of tokens, values per token (or turned, `rotate`) in groups of channels."""
-    k, v = Affine(bits=bits, axis="channel", group=group), turned(Affine(bits=bits, group=group), rotate)
-    return dict(codec=(k, v), recent=recent, block=group)
-
-
-@row("-", "approximation: 8-bit integers; the tail is exact")
-def int8(*, rotate: bool = False) -> Axes:
-    """Eight bits a number, one scale a token and head; `rotate`: of channels that a Hadamard matrix has mixed."""
-    codec = turned(Affine(bits=8), rotate)
-    return dict(codec=(codec, codec))
-
-
-@row("-", "approximation: 4-bit integers; the tail is exact")
-def int4(*, group: int = Widest(32), rotate: bool = False) -> Axes:
-    """Four bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`.
-
-    Mixed they are nearer to the full cache in the same bits; plain is what has been measured by this name.
-    """
-    codec = turned(Affine(bits=4, group=group), rotate)
-    return dict(codec=(codec, codec))
-
-
-@row("-", "approximation: 3-bit integers; the tail is exact")
-def int3(*, group: int = Widest(32), rotate: bool = True) -> Axes:
-    """Three bits a number, one scale a token and group of channels, which a Hadamard matrix has mixed if `rotate`."""
-    codec = turned(Affine(bits=3, group=group), rotate)
-    return dict(codec=(codec, codec))
-
-
-@row(
-    "2505.22913",
-    "approximation: the smallest numbers of a token are 0; the tail is exact",
-    "70% sparse without loss; 45% of the dense bytes, up to 2.23x the tokens a second",
-)
-def mustafar(*, sparsity: float = 0.7, recent: int = 32) -> Axes:
-    """MUSTAFAR: the largest channels of every key and value, and a bit for each channel."""
-    codec = Sparse(sparsity=float(sparsity))
-    return dict(codec=(codec, codec), recent=recent)
-
-
-@row(
+@method(
     "2405.14256",
     "approximation: integers, scales of `group` tokens; nothing is evicted or coded twice",
     "4.98x smaller with 0.38% less on GSM8k, Mistral-7B",
@@ -90,11 +41,11 @@ def zipcache(
     """ZipCache: the salient `share` of the tokens in `high` bits, the others in `low`; 16 bits are the plain floats."""
     if not 0 < share <= 1:
         raise ValueError(f"zipcache: share={share}: the fraction of tokens in {high} bits, above 0 and at most 1")
-    tiers = coded(high, group, float(share)), coded(low, group)
+    tiers = integer_tier(high, group, float(share)), integer_tier(low, group)
     return dict(score=Sticky(score=Salience()), tiers=tiers, recent=recent, block=block)
 
 
-@row(
+@method(
     "2402.18096",
     "reconstruction: the balancer of keys is the model's, not a prompt's; demoted at a flush, coded once",
     "of lines to retrieve 99.8% with half of the entries at 3 bits, 43% with that half gone, Llama-2-7B",
@@ -120,7 +71,7 @@ def mikv(
     return dict(score=Accumulated(), tiers=(TierSpec(size=float(keep)), TierSpec(k=keys, v=low)), recent=recent)
 
 
-@row(
+@method(
     "-",
     "reconstruction: demoted as soon as a prompt is read, and once; 8-bit integers for its fp8",
     "about 97% of the accuracy in a quarter of the memory",
@@ -141,7 +92,7 @@ def arkv(
     if step is not None and step < 1:
         raise ValueError(f"arkv: step={step}: tokens by which the exact tiers of layers differ, 1 or more")
     low = Affine(bits=8)
-    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=WindowMass(queries=1))
+    score = ByPhase(score=Tailed(queries=window, gamma=float(gamma)), path=rank_by(window_attention, queries=1))
     asked = dict(budget=Inside(size=size, window=window, step=step), prefill=Deferred())
     return (asked if share is None else dict(budget=size)) | dict(
         score=Pool(score=score, width=pool),
@@ -151,7 +102,28 @@ def arkv(
     )
 
 
-@row(
+@part
+class Reaching(Wrapper):
+    """ZipVL: any score, whose layer statistic is how many of the best old tokens hold a `share` of the total.
+
+    The score must keep the same tokens for all heads; old are all tokens but the `newest`. Source: ZipVL (2410.08584).
+    """
+
+    share: float = 0.9
+    newest: int = 64
+
+    def rank(self, ev: Evidence) -> Array:
+        return self.score.rank(ev)
+
+    def statistic(self, ev: Evidence) -> Array:
+        old = (ev.pos < (ev.seen - self.newest)[:, None, None]) & ev.live
+        best = jnp.sort(jnp.where(old[:, 0], across(self.rank(ev))[:, 0], 0), -1, descending=True)
+        total = jnp.cumsum(best, -1)
+        before = jnp.concatenate([jnp.zeros_like(total[:, :1]), total[:, :-1]], -1)
+        return (before < self.share * total[:, -1:]).sum(-1).astype(jnp.float32)
+
+
+@method(
     "2410.08584",
     "reconstruction, for text: a prompt attends to all of itself; what is generated gets the lower bits",
     "prefill 2.6x as fast in half of the memory, 0.2% less on Video-MME, LongVA-7B",
@@ -162,26 +134,13 @@ def zipvl(
     """ZipVL: in each layer the fewest tokens that have `mass` of the attention get `high` bits, the others `low`."""
     if not 0 < mass <= 1 or step < 1:
         raise ValueError(f"zipvl: mass={mass}, step={step}: above 0 and at most 1; 1 token or more")
-    score = Reaching(score=AcrossHeads(score=WindowMass(queries=window)), share=float(mass), newest=window)
+    score = Reaching(
+        score=AcrossHeads(score=rank_by(window_attention, queries=window)), share=float(mass), newest=window
+    )
     return dict(
         score=Sticky(score=score),
         budget=Inside(size=All(), window=window, step=step),
         prefill=Deferred(),
-        tiers=(coded(high, group, 1.0), coded(low, group)),
+        tiers=(integer_tier(high, group, 1.0), integer_tier(low, group)),
         recent=window,
     )
-
-
-@row(
-    "-",
-    "as the caches that it chooses from are; the plan is what `jkv calibrate layers` measured",
-    "",
-)
-def planned(*, plan: str | None = None) -> Axes:
-    """Each layer with the budget and the codecs that a plan gives it: more bytes where the predictions need them.
-
-    plan: a folder of `jkv calibrate layers`, without which no cache can be made.
-    """
-    if plan is None:
-        return dict(codec=(Planned(), Planned()))
-    return Plan.read(plan).axes

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part
+from jkv.attention.evidence import QUERIES
+from jkv.methods.base import rank_by
+from jkv.methods.budgets.sizes import Size, at_most
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked, Vote, logits
-from jkv.protocols import Entered, Look
+from jkv.protocols import Entered, Evidence, Look
 
 
 @part
@@ -59,3 +63,48 @@ class Clusters(Ranked):
         pad[2] = (0, -x.shape[2] % self.parts)
         x = jnp.pad(x, pad, constant_values=none)
         return x.reshape(*x.shape[:2], -1, self.parts, *x.shape[3:])
+
+
+def foremost_attention(ev: Evidence) -> Array:
+    """MPCache: the highest attention from one of the newest queries, averaged over all heads of the layer.
+
+    s_j = max_i mean over heads of p[i,j]; all heads keep the same tokens. Source: MPCache (2501.06807), whose queries
+    are the last 20% of a prompt.
+    """
+    assert ev.kept is not None
+    mean = lambda p, *_: p.mean((1, 2), keepdims=True)[:, :, 0].max(2) + jnp.zeros((1, p.shape[1], 1))  # noqa: E731
+    return ev.fold(mean, ev.kept, jnp.maximum)[:, :1]
+
+
+@method(
+    "2501.06807",
+    "reconstruction: fixed numbers instead of a threshold and shares; no index for several layers, no secret sharing",
+    "1.8 to 2.01x less latency and 3.39 to 8.37x less communication in private inference",
+)
+def mpcache(
+    size: Size,
+    *,
+    window: Positive = 64,
+    pages: Positive = 13,
+    page: Positive = 16,
+    alpha: float = 0.6,
+    wide: float = 2.5,
+    sinks: int = 1,
+    dense_layers: int = 0,
+) -> Axes:
+    """MPCache: one eviction after a prompt, by the highest attention of its last `window` queries; then two levels.
+
+    A step ranks clusters of two pages by a linear score, and reads the best `pages` of the best `wide` times as many.
+    The pages of the first `sinks` tokens are among them in any case. Generated tokens are kept on top of the budget.
+    """
+    if not 0 <= alpha <= 1 or wide < 1:
+        raise ValueError(f"mpcache: alpha={alpha}, wide={wide}: a share from 0 to 1, and 1 or more")
+    window = at_most(min(window, QUERIES), size.tokens, 2)
+    select = Clusters(unit=page, pages=pages, sinks=sinks, alpha=float(alpha), wide=float(wide), first=dense_layers)
+    return dict(
+        score=rank_by(foremost_attention, queries=window, uniform=True),
+        budget=size,
+        select=select,
+        recent=window,
+        append=1.0,
+    )

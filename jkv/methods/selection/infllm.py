@@ -1,4 +1,4 @@
-"""InfLLM: blocks by the keys of their most attended tokens."""
+"""InfLLM: blocks by the mean key of their most attended tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from jax import Array
 
 from jkv.arrays.gather import take_along
 from jkv.arrays.pytree import part
-from jkv.methods.eviction.attention import MASS
+from jkv.methods.budgets.sizes import All
+from jkv.methods.eviction.h2o import MASS, Accumulated
+from jkv.methods.registry import Axes, Positive, method
 from jkv.methods.selection.base import Ranked, Vote, logits
 from jkv.protocols import Entered, Look
 
@@ -35,3 +37,21 @@ class Representative(Ranked):
 
     def score(self, look: Look) -> Array:
         return logits(look.q, look.summary)
+
+
+@method(
+    "2402.04617",
+    "approximation: keys act where they are, not at one distance; attention of all queries makes representatives",
+    "texts of 1,024K tokens with models that were trained on a few thousand (no figure in the abstract)",
+)
+def infllm(
+    *, blocks: Positive = 16, block_size: Positive = 128, tokens: Positive = 4, sinks: int = 128, local: int = 4096
+) -> Axes:
+    """InfLLM: a step reads the `blocks` whose representatives all heads together ask for most, and the newest `local`.
+
+    The representative of a block is the mean key of its `tokens` of the most attention. The first `sinks` tokens are
+    read in any case. It keeps every token and an index: it saves reads, not memory.
+    """
+    held = -(-sinks // block_size)
+    select = Representative(unit=block_size, pages=blocks + held, sinks=sinks, tokens=tokens)
+    return dict(score=Accumulated(), budget=All(), select=select, recent=local)

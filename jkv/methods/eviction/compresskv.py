@@ -1,59 +1,26 @@
-"""Scores by calibrated heads: CompressKV's and RazorAttention's retrieval heads."""
+"""CompressKV and retrieval: scores by calibrated retrieval heads."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jkv.arrays.pytree import leaf, part
 from jkv.io import trained_weights
-from jkv.methods.eviction.position import Wrapper
+from jkv.methods.base import Pool, Wrapper
+from jkv.methods.budgets.layers import Weighted
+from jkv.methods.budgets.sizes import Size
+from jkv.methods.calibrated_heads import CHOICE, read_heads
+from jkv.methods.eviction.trained_gates import Retention, protected_contest
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Evidence, Needs, Score
 
 if TYPE_CHECKING:
     from jkv.models import Params
-
-CHOICE, SPLIT = "compresskv", "razorattention"  # methods of the calibration folders
-# Arrays of each folder: CompressKV's scores of query heads and layers; RazorAttention's scores of kv heads.
-ARRAYS = {CHOICE: {"heads": "LHG", "layers": "L"}, SPLIT: {"echo": "LH", "induction": "LH"}}
-
-
-def read_heads(folder: str, method: str) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Read the arrays f32 and the model fingerprints of a folder.
-
-    Raises:
-        FormatError: `jkv calibrate` did not write the folder for this method.
-    """
-    arrays, card = trained_weights.read(folder, method)
-    if not trained_weights.fit(arrays, ARRAYS[method]):
-        raise trained_weights.unlike(folder, arrays, method)
-    return {name: x.astype(np.float32) for name, x in arrays.items()}, tuple(card["model"])
-
-
-def retrieval(folder: str, induction: float, echo: float) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Read RazorAttention's heads that keep everything.
-
-    Args:
-        induction: Share of all heads that are kept because they score highest as induction heads.
-        echo: Share of all heads that are kept because they score highest as echo heads.
-
-    Returns:
-        bool[L,H] of the kv heads, and the model fingerprints.
-    """
-    arrays, models = read_heads(folder, SPLIT)
-
-    def best(x: np.ndarray, share: float) -> np.ndarray:
-        out = np.zeros(x.size, bool)
-        out[np.argsort(-x, axis=None, kind="stable")[: ceil(share * x.size)]] = True
-        return out.reshape(x.shape)
-
-    return best(arrays["induction"], induction) | best(arrays["echo"], echo), models
 
 
 @part
@@ -135,31 +102,49 @@ class Lasting(Wrapper):
         return jnp.where(jnp.isfinite(rank), share[None, :, None] * rank, rank)
 
 
-@part
-class Keepers(Score):
-    """RazorAttention: some heads keep everything, the others the newest tokens; rank = +inf, or the position.
+@method(
+    "2508.02401",
+    "as snapkv; needles are answered for the model, which must agree; generated tokens are kept on top",
+    "better than earlier eviction on LongBench and with needles (no figure in the abstract)",
+)
+def compresskv(
+    size: Size,
+    *,
+    window: Positive = 8,
+    pool: Positive = 5,
+    top: int = 4,
+    least: int | None = None,
+    heads: str | None = None,
+) -> Axes:
+    """CompressKV: a layer's `top` retrieval heads choose for all; `heads` is a folder of `jkv calibrate compresskv`."""
+    if (least or 0) < 0 or top < 1:
+        raise ValueError(f"compresskv: least={least}, top={top}: 0 tokens or more of every layer, and 1 head or more")
+    size = size.above("compresskv", window, "its observation window")
+    if least:
+        size = size.above("compresskv", least, f"least={least}, the part of every layer,")
+    score = Retrievers(queries=window, top=top)
+    budget = Weighted(size=size, window=window, least=least, method=CHOICE)
+    if heads is not None:
+        score, budget = score.of(heads), budget.from_folder(heads)
+    return dict(score=Pool(score=score, width=pool), budget=budget, recent=window, append=1.0)
 
-    heads f32[L,H]: 1 for a head that keeps everything, the shares `induction` and `echo` of all heads; None: shipped
-    with jkv for the model. Source: RazorAttention (2407.15891).
+
+@method(
+    "-", "jkv's own: makeeach, whose gates know nothing of what a later question looks for, with compresskv's heads"
+)
+def retrieval(
+    size: Size,
+    *,
+    window: int = 32,
+    sinks: int = 4,
+    step: int | None = None,
+    gate: str | None = None,
+    heads: str | None = None,
+) -> Axes:
+    """Retrieving heads forget more slowly: TRIM-KV's gates, and the tokens of all layers and heads compete.
+
+    gate: a folder of `jkv train trimkv`; heads: one of `jkv calibrate compresskv`; the first `sinks` and
+    the newest `window` stay; slots come in steps of `step` tokens (None: a quarter of the budget).
     """
-
-    induction: float = 0.14
-    echo: float = 0.01
-    heads: Array | None = leaf(default=None)
-    models: tuple[str, ...] = ()
-
-    def of(self, folder: str) -> Keepers:
-        """Load the calibrated heads of a folder."""
-        heads, models = retrieval(folder, self.induction, self.echo)
-        return replace(self, heads=jnp.asarray(heads, jnp.float32), models=models)
-
-    def bound(self, params: Params) -> Keepers:
-        if self.heads is None:
-            return self.of(trained_weights.shipped(SPLIT, params, str, how="calibrate"))
-        trained_weights.check(self.models, params)
-        return self
-
-    def rank(self, ev: Evidence) -> Array:
-        if self.heads is None:
-            raise ValueError(f"{SPLIT} knows no heads yet: give heads='FOLDER', as `jkv calibrate {SPLIT}` writes it")
-        return jnp.where(self.heads[None, :, None] > 0, jnp.inf, ev.pos.astype(jnp.float32))
+    score = Lasting(score=trained_weights.trained(gate, Retention()))
+    return protected_contest("retrieval", size, score if heads is None else score.of(heads), window, sinks, step)

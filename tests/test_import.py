@@ -36,6 +36,14 @@ def test_jax_is_not_imported_before_it_is_needed(code):
     fresh(f"{code}\nimport sys; assert 'jax' not in sys.modules")
 
 
+def test_flax_is_not_imported_without_trained_weights():
+    fresh("""
+import sys, jkv
+jkv.generate(jkv.models.random(jkv.models.TINY), "snapkv(budget=48) | int8", [[5, 6, 7]], max_new_tokens=2)
+assert not {"flax", "optax", "orbax", "tensorstore"} & {*sys.modules}
+""")
+
+
 @pytest.mark.parametrize(
     "code",
     [

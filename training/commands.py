@@ -21,7 +21,6 @@ from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.eviction import attention_gate as gated_score
 from jkv.methods.eviction import dms as dms_score
-from jkv.methods.eviction import trained_gates as learned_score
 from jkv.methods.eviction.author_gates import Repeated
 from jkv.methods.eviction.trained_gates import Foreseen, Outlook, Retention
 from jkv.methods.eviction.utility import Utility
@@ -30,6 +29,8 @@ from jkv.methods.prefill.s3attention import Featured
 from jkv.methods.selection.attention_predictor import Forecast
 from jkv.models import FAMILIES, Params
 from jkv.models.weights.params import disassemble
+from jkv.nn.gates import AttentionGate, Estimate, EvictionSwitch, RetentionGate
+from jkv.nn.mixtures import Blend
 from jkv.speculative import redrafter
 from jkv.training.checkpoints import Folder
 from jkv.training.data import corpora as data
@@ -160,7 +161,7 @@ def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
     """Train TRIM-KV's retention gates."""
     recipe = trimkv_recipe.Recipe(**chosen, seed=run.seed)
     offset = math.log(run.length if recipe.warm else 10 * run.length)  # beta^length = e^-1, or e^-0.1 without warm
-    gate = learned_score.start(run.params.config, width, offset, jax.random.key(recipe.seed))
+    gate = RetentionGate.start(run.params.config, width, jax.random.key(recipe.seed), offset=offset)
     gated(run, recipe, Retention(gate=gate), recipe.budget, width)
 
 
@@ -168,7 +169,7 @@ def trimkv(run: Run, *, width: int, **chosen: Any) -> None:
 def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
     """Train retention gates whose layers and heads compete for one budget (Make Each Token Count)."""
     recipe = trimkv_recipe.Together(**chosen, warm=0, seed=run.seed)
-    gate = learned_score.deeper(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
+    gate = trimkv_recipe.start_tied(run.params.config, width, math.log(10 * run.length), jax.random.key(recipe.seed))
     score = Outlook(gate=gate)
     if not trimkv_recipe.is_tied(run.begun(score).gate):
         raise ValueError(
@@ -182,7 +183,7 @@ def makeeach(run: Run, *, width: int, **chosen: Any) -> None:
 def locret(run: Run, *, width: int, budget: int, **chosen: Any) -> None:
     """Train Locret's heads, which predict the attention of an answer."""
     recipe = locret_recipe.Recipe(**chosen, seed=run.seed)
-    gate = learned_score.guess(run.params.config, width, jax.random.key(recipe.seed))
+    gate = Estimate.start(run.params.config, width, jax.random.key(recipe.seed))
     gated(run, recipe, Foreseen(gate=gate), budget, width, f", local={min(100, budget // 2)}")
 
 
@@ -195,7 +196,7 @@ def lococo(run: Run, *, width: int, **chosen: Any) -> None:
             f"width={width}, budget={recipe.budget}, chunk={recipe.chunk}: an odd number of entries, 2 tokens or more, "
             "and pieces of no fewer"
         )
-    gate = blends.start(run.params.config, recipe.budget // 2, width, jax.random.key(recipe.seed))
+    gate = Blend.start(run.params.config, recipe.budget // 2, width, jax.random.key(recipe.seed))
     gated(run, recipe, blends.Mixtures(gate=gate), recipe.budget, width, f", chunk={recipe.chunk}")
 
 
@@ -247,7 +248,7 @@ def fitted(
             score = Training(run.params, made, recipe, folder, say).run(score).score
         # Write the weights before they are measured.
         with console.status("what came of it"):
-            arrays = vars(recipe.finished(run.params, made, score).gate)
+            arrays = recipe.finished(run.params, made, score).gate.arrays
         card = run.card(what, folder)
         trained_weights.write(run.out, arrays, card)
         print(f"learned: {run.out}\ndrawn: {folder.draw()}")
@@ -279,7 +280,7 @@ def perplexities(params: Params, held: tuple[np.ndarray, str], caches: tuple[str
 def dms(run: Run, **chosen: Any) -> None:
     """Train DMS's gates of delayed eviction."""
     recipe = dms_recipe.Recipe(**chosen, seed=run.seed)
-    score = dms_score.Delayed(window=recipe.window, gate=dms_score.start(run.params.config))
+    score = dms_score.Delayed(window=recipe.window, gate=EvictionSwitch.start(run.params.config))
     own = f"dms(keep=1.0, window={recipe.window}, gate={str(run.out)!r})"
     fitted(run, recipe, score, ("full", own))
 
@@ -294,7 +295,7 @@ def attentiongate(run: Run, *, width: int, **chosen: Any) -> None:
             "at most 1, and what they cost, above 0"
         )
     offset = 0.5 if recipe.warm else 2.0  # layer-wise training moves the gates farther
-    gate = gated_score.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
+    gate = AttentionGate.start(run.params.config, LOOKS, width, offset, jax.random.key(recipe.seed))
     own = f"attentiongate(keep=1.0, gate={str(run.out)!r})"
     fitted(run, recipe, gated_score.Gated(gate=gate), ("full", own), {"width": width})
 

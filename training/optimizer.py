@@ -1,12 +1,13 @@
-"""AdamW and learning rate schedules for gates."""
+"""The training state, AdamW and learning rate schedules for gates."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training import train_state
 from jax import Array
 
 
@@ -45,23 +46,42 @@ def adamw(rates: Any, clip: float = 1.0, decay: float = 0.0) -> Any:
     return optax.chain(optax.clip_by_global_norm(clip), adam)
 
 
-def advance(tune: Any, slope: Any, moments: Any, tree: Any) -> tuple[Any, Any]:
-    """Apply one optimizer step to a tree; optax relies on implicit promotion.
+class TrainState(train_state.TrainState):
+    """Training state of flax; `params` has one entry, "score", for what is trained.
 
-    Args:
-        tune: The optimizer.
-        slope: The gradient.
-        moments: The optimizer's state.
-        tree: The weights.
-
-    Returns:
-        The new weights and the new optimizer state.
+    Attributes:
+        layers: i32[], layers that were trained alone, before `step` counts steps of the whole model.
     """
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        change, moments = tune.update(slope, moments, tree)
-        return optax.apply_updates(tree, change), moments
+
+    layers: Any
+
+    @property
+    def score(self) -> Any:
+        """What is trained."""
+        return self.params["score"]
+
+    @property
+    def number(self) -> int:
+        """The number of layers and steps done, which numbers checkpoints."""
+        return int(self.layers) + int(self.step)
+
+    def apply_gradients(self, *, grads: Any, **more: Any) -> Self:
+        """Return the state after one step of the optimizer; optax relies on implicit promotion."""
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return super().apply_gradients(grads=grads, **more)
 
 
-def sound(tree: Any) -> Array:
+def create(score: Any, tx: optax.GradientTransformation) -> TrainState:
+    """Return the state before training; programs are compiled for one `tx`, so make it once.
+
+    >>> state = create(jnp.ones(2), optax.sgd(1.0)).apply_gradients(grads={"score": jnp.ones(2)})
+    >>> state.score.tolist(), state.number
+    ([0.0, 0.0], 1)
+    """
+    state = TrainState.create(apply_fn=None, params={"score": score}, tx=tx, layers=jnp.int32(0))  # type: ignore[arg-type]
+    return state.replace(step=jnp.int32(0))
+
+
+def finite(tree: Any) -> Array:
     """Return bool[]: whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,14 +14,14 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jkv.arrays.pytree import part, value
+from jkv.arrays.pytree import part
 from jkv.core import sharding
 from jkv.io import load as loading
 from jkv.models import Params, read_config
 from jkv.training.checkpoints import Folder
 from jkv.training.data.corpora import Order, rows
 from jkv.training.losses import Batch, Teacher, teach
-from jkv.training.optimizer import adamw, advance, sound
+from jkv.training.optimizer import TrainState, adamw, create, finite
 from jkv.training.soft_cache_model import hidden
 
 MEMORY = 6 << 30  # bytes of teacher outputs that are kept
@@ -111,31 +111,10 @@ class Recipe:
         raise NotImplementedError
 
 
-@value
-class State:
-    """Training state.
-
-    Attributes:
-        score: The trained score.
-        moments: State of the optimizer.
-        layers: i32[], layers trained alone.
-        steps: i32[], steps done.
-    """
-
-    score: Any
-    moments: Any
-    layers: Array
-    steps: Array
-
-    @property
-    def number(self) -> int:
-        """The number of layers and steps done, which numbers checkpoints."""
-        return int(self.layers) + int(self.steps)
-
-
-def start(score: Any, recipe: Recipe) -> State:
-    """Return the state before training."""
-    return State(score=score, moments=recipe.tune().init(score), layers=jnp.int32(0), steps=jnp.int32(0))
+@cache
+def tx(recipe: Recipe) -> Any:
+    """Build the optimizer of a recipe, one for all equal recipes, which then share their programs."""
+    return recipe.tune()
 
 
 @partial(jax.jit, static_argnames=("k",))
@@ -145,38 +124,34 @@ def lesson(params: Params, batch: Batch, k: int) -> Teacher:
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def update(
-    params: Params, state: State, batches: Batch, teachers: Any, recipe: Recipe
-) -> tuple[State, dict[str, Array]]:
+def train_step(
+    state: TrainState, params: Params, batches: Batch, teachers: Any, recipe: Recipe
+) -> tuple[TrainState, dict[str, Array]]:
     """Take one step on the mean gradient over A accumulated batches.
 
     Args:
-        params: The frozen model.
         state: The state before the step.
+        params: The frozen model.
         batches: Batches with leading axis A, [A,B,T].
         teachers: Their teachers, with the same leading axis.
         recipe: The recipe.
 
     Returns:
-        The new state and the metrics. If a number is not finite, the state is unchanged and `fine` is False.
+        The new state and the metrics; `finite` is False if a metric or a weight is not, and the state is of no use.
     """
     grad = jax.grad(recipe.loss, has_aux=True)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), state.steps), recipe.accumulate)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(recipe.seed), state.step), recipe.accumulate)
 
     def one(total: Any, given: tuple[Batch, Any, Array]) -> tuple[Any, dict[str, Array]]:
         batch, teacher, key = given
-        slope, told = grad(state.score, params, batch, teacher, state.steps, key)
-        return jax.tree.map(jnp.add, total, slope), told
+        grads, metrics = grad(state.score, params, batch, teacher, state.step, key)
+        return jax.tree.map(jnp.add, total, grads), metrics
 
-    total, told = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers, keys))
-    # Mean gradient, optimizer step, then undo the step if anything is not finite.
-    slope = jax.tree.map(lambda x: x / recipe.accumulate, total)
-    score, moments = advance(recipe.tune(), slope, state.moments, state.score)
-    made = State(score=score, moments=moments, layers=state.layers, steps=state.steps + 1)
-    metrics = {name: x.mean() for name, x in told.items()} | {"gradient": optax.tree.norm(slope)}
-    fine = sound(metrics) & sound(score)
-    made = jax.tree.map(lambda new, old: jnp.where(fine, new, old), made, state)
-    return made, metrics | {"fine": fine}
+    total, metrics = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state.score), (batches, teachers, keys))
+    grads = jax.tree.map(lambda x: x / recipe.accumulate, total)
+    made = state.apply_gradients(grads={"score": grads})
+    metrics = {name: x.mean() for name, x in metrics.items()} | {"gradient": optax.tree.norm(grads)}
+    return made, metrics | {"finite": finite((metrics, made.score))}
 
 
 @dataclass
@@ -204,12 +179,12 @@ class Training:
             self.mesh = sharding.mesh(jax.devices(), self.params.config, self.recipe.batch)
             self.params = jax.device_put(self.params, sharding.of_params(self.params, self.mesh))
 
-    def run(self, score: Any) -> State:
+    def run(self, score: Any) -> TrainState:
         """Train a score and return the final state.
 
         Raises ValueError if a loss or a weight is not finite; the last good state is then checkpointed.
         """
-        self.state = start(score, self.recipe)
+        self.state = create(score, tx(self.recipe))
         if (found := self.folder.last(self.state)) is not None:
             self.state = jax.tree.map(jnp.asarray, found)
             for _ in range(self.state.number):
@@ -223,22 +198,22 @@ class Training:
         found = self.recipe.warmed(self.params, self.texts, self.state.score, int(self.state.layers))
         for score, losses in found:
             layer = int(self.state.layers)
-            if not (np.isfinite(losses).all() and sound(score)):
+            if not finite((losses, score)):
                 raise self._failed(f"the warm start of layer {layer}", f"{layer} layers")
-            self.state = replace(self.state, score=score, layers=jnp.int32(layer + 1))
+            self.state = self.state.replace(params={"score": score}, layers=jnp.int32(layer + 1))
             self._tell(f"layer {layer}", {"warm": float(losses[-max(1, len(losses) // 10) :].mean())})
             self.folder.save(self.state.number, self.state)
 
     def _steps(self) -> None:
         recipe = self.recipe
         order = Order(self.texts.ids.shape[0], recipe.batch * recipe.accumulate, recipe.seed)
-        for step in range(int(self.state.steps), recipe.steps):
+        for step in range(int(self.state.step), recipe.steps):
             which = order(step)
             batches = jax.tree.map(self._split, rows(self.texts, which))
-            told = jax.tree.map(lambda *x: self._split(np.stack(x)), *map(self._lesson, which))
-            made, metrics = update(self.params, self.state, batches, told, recipe)
+            teachers = jax.tree.map(lambda *x: self._split(np.stack(x)), *map(self._lesson, which))
+            made, metrics = train_step(self.state, self.params, batches, teachers, recipe)
             metrics = {name: float(x) for name, x in metrics.items()}
-            if not metrics.pop("fine"):
+            if not metrics.pop("finite"):
                 raise self._failed(f"step {step + 1}, with the texts {which}", f"{step} steps")
             self.state = made
             self._tell(f"step {step + 1}: loss {metrics['loss']:.4f}", metrics)

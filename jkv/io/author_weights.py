@@ -14,11 +14,11 @@ from jkv.io.safetensors import read_file, read_folder
 
 HEADS = "full_attention_heads.tsv"
 _FASTKVZIP = {  # tensor of a layer's gate -> its name here
-    "q_proj.weight": "query",
-    "q_proj.bias": "offset",
-    "k_proj.weight": "key",
-    "q_norm.weight": "query_scale",
-    "k_norm.weight": "key_scale",
+    "q_proj.weight": "query.kernel",
+    "q_proj.bias": "query.bias",
+    "k_proj.weight": "key.kernel",
+    "q_norm.weight": "query_norm.scale",
+    "k_norm.weight": "key_norm.scale",
     "k_base": "sinks",
     "b": "shift",
 }
@@ -31,7 +31,7 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
     torch.nn.Linear per layer, or two in a torch.nn.Sequential if hidden_dim is set.
 
     Returns:
-        f32 arrays: out [L,H,W] and offset [L,H]; for two-layer surrogates also into [L,W,E] and bias [L,W].
+        The f32 arrays of `nn.Surrogate` by name, with leading axis L.
 
     Raises:
         FormatError: The folder is anything else.
@@ -45,9 +45,9 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
         raise FormatError(folder, f"its config.json has no whole numbers {', '.join(wanted)}, hidden_dim", way_out)
     count, inputs, outputs = (int(n) for n in sizes if n is not None)
     last = "" if hidden is None else "2."
-    parts = {"out": (f"{last}weight", (outputs, hidden or inputs)), "offset": (f"{last}bias", (outputs,))}
+    parts = {"out.kernel": (f"{last}weight", (outputs, hidden or inputs)), "out.bias": (f"{last}bias", (outputs,))}
     if hidden is not None:
-        parts |= {"into": ("0.weight", (hidden, inputs)), "bias": ("0.bias", (hidden,))}
+        parts |= {"hidden.0.kernel": ("0.weight", (hidden, inputs)), "hidden.0.bias": ("0.bias", (hidden,))}
     names = {f"layers.{i}.{end}" for end, _ in parts.values() for i in range(count)}
     if odd := sorted(names ^ set(source.tensors)):
         what = "is missing" if odd[0] in names else "is none of its tensors"
@@ -55,7 +55,8 @@ def kvzap(folder: str | Path) -> dict[str, np.ndarray]:
     made = {}
     for name, (end, shape) in parts.items():
         found = {key: source.tensors[key]() for key in (f"layers.{i}.{end}" for i in range(count))}
-        made[name] = _stacked(folder, found, shape, way_out)
+        x = _stacked(folder, found, shape, way_out)
+        made[name] = x.swapaxes(1, 2) if name.endswith("kernel") else x
     return made
 
 
@@ -104,8 +105,7 @@ def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
     "module.0.b" (docs/training.md has the lines that convert one).
 
     Returns:
-        f32 arrays: query [L,H,G,D,E], offset [L,H,G,D], key [L,H,D,E], query_scale and key_scale [L,D], sinks
-            [L,H,S,D], shift [L,H,G].
+        The f32 arrays of `nn.SinkGate` by name, with leading axis L.
 
     Raises:
         FormatError: The file is anything else.
@@ -131,5 +131,6 @@ def fastkvzip(file: str | Path) -> dict[str, np.ndarray]:
     made = {}
     for (name, to), shape, form in zip(_FASTKVZIP.items(), shapes, own, strict=True):
         found = {key: tensors[key]() for key in (f"module.{i}.{name}" for i in range(count))}
-        made[to] = _stacked(file, found, shape, way_out).reshape(count, *form)
+        x = _stacked(file, found, shape, way_out).reshape(count, *form)
+        made[to] = np.moveaxis(x, -1, 1) if to.endswith("kernel") else x
     return made

@@ -21,6 +21,7 @@ from jkv.utils.json_results import finite, overwrite
 
 if TYPE_CHECKING:
     from jkv.models import Params
+    from jkv.nn.network import Kind
 
 T = TypeVar("T")
 WEIGHTS, CARD = "weights.safetensors", "card.json"
@@ -141,13 +142,16 @@ class Bearer:
         gate: The weights, or None.
         models: Fingerprints of the models they were trained for.
         methods: Methods whose folders this part accepts, its own first.
-        kinds: Classes of the weights; their `axes` name the axes of each array.
     """
 
     gate: Any
     models: tuple[str, ...]
     methods: ClassVar[tuple[str, ...]] = ()
-    kinds: ClassVar[tuple[type[Any], ...]] = ()
+
+    @staticmethod
+    def kind() -> Kind:
+        """Import the class of the network that the weights belong to."""
+        raise NotImplementedError
 
     @property
     def weights(self) -> Any:
@@ -158,11 +162,10 @@ class Bearer:
         return self.gate
 
     def gate_of(self, arrays: dict[str, np.ndarray]) -> Any:
-        """Build the weights from the arrays of a folder, None if no kind fits; ValueError for invalid numbers."""
-        for kind in self.kinds:
-            if fit(arrays, kind.axes):
-                return kind(**{name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
-        return None
+        """Build the weights from a folder's arrays, None if they are not a network's; ValueError for bad numbers."""
+        from jkv.nn.network import restore
+
+        return restore(self.kind(), arrays)
 
     def bound(self, params: Params) -> Self:
         """Return this part with weights for this model: its own after a check, else those that come with jkv.

@@ -24,9 +24,10 @@ from jkv.core.deferred_prefill import compress
 from jkv.core.layer_step import none
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig, TierSpec, resolve
-from jkv.methods.merging.lococo import Mixtures, start
+from jkv.methods.merging.lococo import Mixtures
 from jkv.methods.quantization.per_channel_scale import Separable
 from jkv.models import ModelConfig, Params, llama
+from jkv.nn.mixtures import Blend
 from jkv.prompts.allocation import CacheShape
 from support import rig
 from support.rig import CASES, FORCED, PARAMS, PROMPT, Case, D, G
@@ -193,7 +194,7 @@ EVERY = [case for cases in CASES.values() for case in cases]
 def test_every_method_takes_them(case: Case):
     params, config = wide(32), parse(case.tight)
     if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
-        config = replace(config, merge=replace(config.merge, gate=start(params.config, 12, 5, jax.random.key(0))))
+        config = replace(config, merge=replace(config.merge, gate=Blend.start(params.config, 12, 5, jax.random.key(0))))
     taken(params, config)
 
 

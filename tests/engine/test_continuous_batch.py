@@ -37,12 +37,12 @@ from jkv.io import load as loading
 from jkv.io import trained_weights as trained
 from jkv.io.fingerprint import weights
 from jkv.io.object_store import names
-from jkv.methods.eviction import trained_gates
+from jkv.nn.gates import RetentionGate
 from jkv.prompts import chunking
 from jkv.prompts.allocation import CacheShape
 from support import rig, stores
 from support.rig import PROMPT
-from support.stores import Killed, PrefixCache
+from support.stores import Killed, Store
 
 PARAMS = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
 RNG = np.random.default_rng(0)
@@ -296,16 +296,16 @@ def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any)
 
 def test_a_gate_that_was_trained_again_is_another_job(tmp_path: Path):
     """In the same folder, so the cache's text is the same. No row runs, so nothing is compiled."""
-    first, second = (trained_gates.start(PARAMS.config, 8, 3.0, jax.random.key(i)) for i in range(2))
+    first, second = (RetentionGate.start(PARAMS.config, 8, jax.random.key(i)).arrays for i in range(2))
     card = {"method": "trimkv", "model": trained.identities(PARAMS)}
     gate = tmp_path / "gate"
-    trained.write(gate, vars(first), card)
+    trained.write(gate, first, card)
     text = f"trimkv(budget=48, gate={str(gate)!r})"
     for _ in range(2):  # the same one goes on
         report = run(job(tmp_path, [{"tokens": []}], text), never, nothing)
         assert (report.done, report.failed) == (0, 1)
     old = json.loads((tmp_path / "out" / "manifest.json").read_text())["trained"]
-    trained.write(gate, vars(second), card)
+    trained.write(gate, second, card)
     again = job(tmp_path, [{"tokens": []}], text)
     new = weights(again.config.score)
     assert old != new

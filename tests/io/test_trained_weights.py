@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jkv import methods
 from jkv.io import array_file, hub, load, trained_weights
 from jkv.io.errors import FormatError
 
@@ -59,3 +60,16 @@ def test_what_comes_with_jkv_is_for_its_model(folder, names):
     method = json.loads((folder / trained_weights.CARD).read_text())["method"]
     arrays, card = trained_weights.read(folder, method)
     assert card["model"] == names and arrays
+
+
+@pytest.mark.parametrize("method", ["trimkv", "locret", "dms", "attentiongate", "utility", "lococo"])
+def test_an_array_of_another_name_or_shape_is_refused(method, tmp_path):
+    folder = next(x for x in FOLDERS if json.loads((x / trained_weights.CARD).read_text())["method"] == method)
+    arrays, card = trained_weights.read(folder, method)
+    arrays = {name: np.zeros(x.shape, np.float16) for name, x in arrays.items()}
+    for name, x in arrays.items():
+        others = {k: y for k, y in arrays.items() if k != name}
+        for i, wrong in enumerate((others, others | {f"{name}s": x}, arrays | {name: x[..., None]})):
+            trained_weights.write(to := tmp_path / f"{name}-{i}", wrong, card)
+            with pytest.raises(FormatError, match=f"its arrays are not those of {method} .*; give a folder that `jkv"):
+                methods.parse(f"{method}(budget=4096, gate={str(to)!r})")

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from zipfile import ZipFile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from jkv.io.errors import FormatError
 from jkv.methods import parse
 from jkv.methods.base import Protect
 from jkv.methods.compatibility import check
-from jkv.methods.eviction.author_gates import Distilled, Linear, Repeated, SinkGate, Surrogate
+from jkv.methods.eviction.author_gates import Distilled, Repeated
+from jkv.nn.gates import Surrogate
 from jkv.protocols import Born
 from support.tiny import DUO, MODEL, PARAMS, SINKS, ZAP, G, H, L, published_gate, published_zap, save_gate
 
@@ -36,7 +38,7 @@ def test_a_surrogate_is_the_module_that_it_was(hidden: int | None, tmp_path):
             y = y @ own["0.weight"].T + own["0.bias"]
             y, last = y * 0.5 * (1 + np.vectorize(math.erf)(y / math.sqrt(2))), "2."
         want = (y @ own[f"{last}weight"].T + own[f"{last}bias"]).transpose(0, 2, 1)
-        one = type(score)(gate=type(score.weights)(**{n: a[layer] for n, a in vars(score.weights).items()}))
+        one = Repeated(gate=score.weights.part(layer))
         k, pos = jnp.zeros((2, H, 5, 4)), jnp.zeros((2, 5), jnp.int32)
         new = Born(x=jnp.asarray(x, jnp.float32), k=k, v=k, pos=pos, ids=pos, out=jnp.eye(4))
         np.testing.assert_allclose(one.birth(new)["repeated"], want, rtol=1e-4, atol=1e-5)
@@ -80,8 +82,7 @@ def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
     gate = Distilled().of(str(tmp_path / "gate.safetensors")).known
     x = rng.standard_normal((2, 6, e)).astype(np.float32)
     for layer, one in enumerate(layers):
-        own = SinkGate(**{name: a[layer] for name, a in vars(gate).items()})
-        assert own.sizes == (h, g, e)
+        own = gate.part(layer)
         want = np.stack([foreseen(one, row, h, g, d) for row in x])
         np.testing.assert_allclose(own(jnp.asarray(x)), want, rtol=1e-5, atol=1e-6)
         k, pos = jnp.zeros((2, h, 6, 4)), jnp.zeros((2, 6), jnp.int32)
@@ -142,15 +143,14 @@ def test_without_a_folder_they_say_what_to_give():
         parse("kvzap(budget=24)").bound(PARAMS)
 
 
-@pytest.mark.parametrize("kind", [Linear, Surrogate])
-def test_surrogates_that_were_trained_here_are_read_too(kind: type, tmp_path):
-    rng, sizes = np.random.default_rng(1), {"L": L, "H": H, "E": MODEL.width, "W": 8}
-    arrays = {name: rng.normal(0, 1, [sizes[a] for a in axes]) for name, axes in kind.axes.items()}
+@pytest.mark.parametrize("depth", [0, 1])
+def test_surrogates_that_were_trained_here_are_read_too(depth: int, tmp_path):
+    arrays = jax.device_get(Surrogate.start(MODEL, 8, jax.random.key(1), depth=depth).arrays)
     io.write(tmp_path, arrays, {"method": "kvzap", "model": io.identities(PARAMS)})
     score = parse(f"kvzap(budget=24, gate={str(tmp_path)!r})").bound(PARAMS).score.score
-    assert isinstance(score.weights, kind) and score.models == tuple(io.identities(PARAMS))
+    assert score.weights.arrays.keys() == arrays.keys() and score.models == tuple(io.identities(PARAMS))
     for name, x in arrays.items():
-        np.testing.assert_array_equal(getattr(score.weights, name), x.astype(np.float16))
+        np.testing.assert_array_equal(score.weights.arrays[name], x.astype(np.float16))
     (tmp_path / "card.json").write_text("{}")
     with pytest.raises(FormatError, match="describes None"):
         parse(f"kvzap(budget=24, gate={str(tmp_path)!r})")

@@ -61,9 +61,9 @@ def test_pads_between_two_turns_say_nothing():
 
 def marks(x: np.ndarray, layer: int) -> np.ndarray:
     """bool[H,T] of the block's normed input x f[T,E], in float64."""
-    gate = io.trained(rig.SWITCH, dms.Delayed()).gate
-    out, gain = (np.asarray(a[layer], np.float64) for a in (gate.out, gate.gain))
-    return np.append((100 * (x * gain) @ out.T - 5)[1:], np.full((1, H), -5), 0).T > 0
+    arrays = io.trained(rig.SWITCH, dms.Delayed()).weights.arrays
+    out, gain = (np.asarray(arrays[name][layer], np.float64) for name in ("out.kernel", "gain"))
+    return np.append((100 * (x * gain) @ out - 5)[1:], np.full((1, H), -5), 0).T > 0
 
 
 @cache
@@ -130,7 +130,7 @@ def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
 
 
 def folder(path, **arrays) -> str:
-    fine = dict(out=np.ones((2, 2, 64)), gain=np.ones((2, 64)), layers=np.ones(2))
+    fine = {"out.kernel": np.ones((2, 64, 2)), "gain": np.ones((2, 64)), "layers": np.ones(2)}
     io.write(path, {k: x for k, x in (fine | arrays).items() if x is not None}, {"method": "dms", "model": []})
     return str(path)
 

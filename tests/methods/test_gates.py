@@ -20,9 +20,11 @@ from jkv.io.errors import FormatError
 from jkv.methods.budgets.layers import Won
 from jkv.methods.budgets.sizes import Tokens
 from jkv.methods.eviction import trained_gates
+from jkv.nn.gates import LOG_BETA_MAX, RetentionGate
 from jkv.prompts.allocation import CacheShape
 from jkv.protocols import Born
 from support import rig, tiny
+from support.losses import f64, log_beta
 from support.rig import BUDGET, LENGTHS, MODEL, PARAMS, PROMPT, H, L
 from support.scenes import evidence
 
@@ -66,12 +68,12 @@ def test_a_token_stays_for_what_fades_or_for_what_does_not():
     k, pos = jnp.zeros((1, H, 6, 4)), jnp.arange(6, dtype=jnp.int32)[None]
     columns = own.birth(Born(x=jnp.asarray(x), k=k, v=k, pos=pos, ids=pos, out=jnp.eye(4)))
     one = {name: a[0].astype(np.float64) for name, a in arrays.items()}
-    hidden = x[0] @ one["into"].T + one["bias"]
+    hidden = x[0] @ one["foreseen.hidden.0.kernel"] + one["foreseen.hidden.0.bias"]
     hidden = hidden * 0.5 * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2)))
-    r = (hidden @ one["out"].T + one["offset"]).T
-    hidden = x[0] @ one["fade_into"].T + one["fade_bias"]
-    log_beta = -np.log1p(np.exp(-((hidden / (1 + np.exp(-hidden))) @ one["fade_out"].T + one["fade_offset"]))).T
-    want = np.log(np.exp(r) + np.exp(one["level"])[:, None] * np.exp(log_beta) ** np.arange(7, 1, -1))
+    r = (hidden @ one["foreseen.out.kernel"] + one["foreseen.out.bias"]).T
+    fading = {name.removeprefix("fading."): a for name, a in arrays.items() if name.startswith("fading.")}
+    fade = np.exp(log_beta(fading, 0, x[0].astype(np.float64)))
+    want = np.log(np.exp(r) + np.exp(one["level"])[:, None] * fade ** np.arange(7, 1, -1))
     rank = np.asarray(own.rank(dataclasses.replace(evidence(np.eye(6)), columns=columns))[0])
     assert np.isinf(rank[:, [0, 4, 5]]).all()
     np.testing.assert_allclose(rank[:, 1:4], want[:, 1:4], rtol=1e-3, atol=1e-3)
@@ -104,20 +106,10 @@ def test_stabilizers_stay_where_the_example_of_locret_lets_them():
 
 @pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
 def test_equal_gates_are_a_sliding_window(offset: float):
-    shapes = dict(into=(4, 8), bias=(4,), out=(1, 4), offset=(1,))
-    gate = trained_gates.Gate(
-        **{name: jnp.zeros(shape) for name, shape in shapes.items()} | {"offset": jnp.full(1, offset)}
-    )
-    got = ranks(gate(jnp.ones((1, 300, 8)))[0, 0])
+    gate = jax.tree.map(jnp.zeros_like, RetentionGate.start(MODEL, 4, jax.random.key(0)).part(0))
+    gate = gate.update(lambda x: jnp.full_like(x, offset), "out.bias")
+    got = ranks(gate(jnp.ones((1, 300, MODEL.width)))[0, 0])
     assert (np.diff(got) > 0).all()  # the oldest goes first, also where every beta is 1
-
-
-def log_beta(x: np.ndarray, gate: trained_gates.Gate, layer: int) -> np.ndarray:
-    """f64[H,T] of x f[T,E]."""
-    into, bias, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
-    hidden = x.astype(np.float64) @ into.T + bias
-    z = (hidden / (1 + np.exp(-hidden))) @ out.T + offset
-    return -np.log1p(np.exp(-z)).T
 
 
 @jax.jit
@@ -140,9 +132,10 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_the_slowest_to_fade_are_kept(row: int):
-    cache, gate, n = rig.prompted(TEXT), io.trained(rig.GATE, trained_gates.Retention()).gate, LENGTHS[row]
-    for layer, x in enumerate(map(np.asarray, normed(PROMPT[row : row + 1, -n:]))):
-        want = log_beta(x, gate, layer)
+    cache, n = rig.prompted(TEXT), LENGTHS[row]
+    arrays = f64(io.trained(rig.GATE, trained_gates.Retention()).weights.arrays)
+    for layer, x in enumerate(normed(PROMPT[row : row + 1, -n:])):
+        want = log_beta(arrays, layer, np.float64(x))
         recent = np.asarray(cache.layers[layer].tiers[0].columns["log_beta"])[row]
         pos = np.asarray(cache.layers[layer].tiers[0].pos)[row]
         np.testing.assert_allclose(recent, np.take_along_axis(want, pos, 1), rtol=2e-4)
@@ -163,7 +156,7 @@ def test_a_token_is_weighed_for_the_queries_ahead():
         np.testing.assert_allclose(got, want, rtol=2e-4)
     np.testing.assert_array_equal(trained_gates.Outlook().rank(ev), trained_gates.Retention().rank(ev))
     np.testing.assert_allclose(sum(0.9 ** (3 + m) for m in range(4)), 2.507031, rtol=1e-6)  # of the paper's code
-    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), -trained_gates.LEAST)})
+    slow = dataclasses.replace(ev, columns={"log_beta": jnp.full((1, 1, 4), LOG_BETA_MAX)})
     np.testing.assert_allclose(trained_gates.Outlook(ahead=8).rank(slow), np.log(8), rtol=1e-6)
 
 
@@ -183,20 +176,11 @@ def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
         assert (np.abs(got[:, row] - (count + spare) / heads) < 1).all()
 
 
-def faded(x: np.ndarray, gate: trained_gates.Deep, layer: int) -> np.ndarray:
-    """f64[H,T] of x f[T,E], by a deep gate."""
-    into, bias, middle, shift, out, offset = (np.asarray(a[layer], np.float64) for a in jax.tree.leaves(gate))
-    for w, b in ((into, bias), (middle, shift)):
-        x = x.astype(np.float64) @ w.T + b
-        x = x / (1 + np.exp(-x))
-    return -np.log1p(np.exp(-(x @ out.T + offset))).T
-
-
 @pytest.mark.parametrize("row", [0, 1])
 def test_all_tokens_of_a_request_compete(row: int):
     cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
-    gate = io.trained(rig.DEEP, trained_gates.Outlook()).gate
-    fades = [faded(np.asarray(x), gate, i) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
+    arrays = f64(io.trained(rig.DEEP, trained_gates.Outlook()).weights.arrays)
+    fades = [log_beta(arrays, i, np.float64(x)) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
     ranks = (n + 1 - np.arange(n)) * np.stack(fades)  # L,H,n
     best = np.zeros(ranks.size, bool)
     best[np.argsort(-ranks, axis=None, kind="stable")[: BUDGET * L * H]] = True

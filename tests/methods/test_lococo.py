@@ -11,7 +11,9 @@ from jkv import methods
 from jkv.cache.codec_map import decode
 from jkv.core import decode_loop
 from jkv.io import trained_weights
-from jkv.methods.merging.lococo import Blend, Mixtures
+from jkv.methods.merging.lococo import Mixtures
+from jkv.nn.mixtures import Blend
+from jkv.nn.network import restore
 from support import rig
 from support.mixtures import BUDGET, IDS, PIECE, by_hand, first_layer
 from support.rig import PARAMS, D, H
@@ -68,7 +70,7 @@ def test_a_block_of_steps_is_a_piece():
 def test_without_a_share_the_heavy_stay_as_they_are():
     config = methods.parse(TEXT)
     assert isinstance(config.merge, Mixtures) and config.merge.gate is not None
-    blend = replace(config.merge.gate, share=jnp.zeros(2))
+    blend = config.merge.gate.update(jnp.zeros_like, "share")
     config = replace(config, merge=replace(config.merge, gate=blend))
     cache = jkv.prefill(PARAMS, config, IDS[:, :40], reserve=4)[0]
     _, k, v = first_layer(IDS)
@@ -82,15 +84,15 @@ def test_without_a_share_the_heavy_stay_as_they_are():
 def test_weights_sum_to_one_and_follow_what_moves():
     rng = np.random.default_rng(1)
     arrays, _ = trained_weights.read(MIXTURES, "lococo")
-    blend = Blend(**{name: jnp.asarray(x[0], jnp.float32) for name, x in arrays.items()})
+    blend = restore(Blend, arrays).part(0)
     k, v = (jnp.asarray(rng.normal(size=(1, 40, D)), jnp.float32) for _ in range(2))
     there, own = jnp.arange(40)[None] < 36, jnp.arange(12)[None]
-    w = blend.weights(k, v, there, own)
+    w = blend(k, v, there, own)
     np.testing.assert_allclose(w.sum(-1), 1, atol=1e-5)
     assert float(w.min()) >= 0 and not np.asarray(w[..., 36:]).any()
-    alone = replace(blend, share=jnp.float32(1.0))
+    alone = blend.update(jnp.ones_like, "share")
     raw, moved = (
-        np.log(np.asarray(alone.weights(*x, jnp.ones((1, 40), bool), own))[0, :, 3 + i : 30 + i] + 1e-30)
+        np.log(np.asarray(alone(*x, jnp.ones((1, 40), bool), own))[0, :, 3 + i : 30 + i] + 1e-30)
         for i, x in enumerate([(k, v), (jnp.roll(k, 1, 1), jnp.roll(v, 1, 1))])
     )
     off = raw - moved  # a constant: the softmax's, which the ends change
@@ -114,8 +116,8 @@ def test_what_cannot_work_is_refused(text: str, why: str):
 def test_a_folder_of_something_else_is_refused():
     arrays, card = trained_weights.read(MIXTURES, "lococo")
     for name, array, why in (
-        ("fewer", {"bias": arrays["bias"][:, :4]}, "not those of lococo"),
-        ("even", {"conv": arrays["conv"][:, :4]}, "no entry in the middle"),
+        ("fewer", {"conv.bias": arrays["conv.bias"][:, :4]}, "not those of lococo"),
+        ("even", {"conv.kernel": arrays["conv.kernel"][:, :4]}, "no entry in the middle"),
     ):
         trained_weights.write(f"{FOLDER.name}/{name}", arrays | array, card)
         with pytest.raises(ValueError, match=why):

@@ -31,7 +31,7 @@ from jkv.speculative.redrafter import (
     wide,
 )
 from jkv.training.losses import Batch
-from jkv.training.optimizer import advance
+from jkv.training.optimizer import create
 from jkv.training.recipes.redrafter import Recipe, lesson, start
 from support.rig import PARAMS
 
@@ -66,18 +66,18 @@ def taught(tmp_path_factory):
     batch = Batch(ids=ids, pos=jnp.arange(ids.shape[1])[None])
     own, recipe = ends(PARAMS, EVERY), Recipe(steps=150, rate=5e-3)
     told = lesson(PARAMS, own, batch, 100)
-    net = start(WIDTH, 24, 0)
-    tune = recipe.tune()
-    moments = tune.init(net)
+    state = create(start(WIDTH, 24, 0), recipe.tune())
 
     @jax.jit
-    def step(net, moments, i):
-        slope = jax.grad(recipe.loss, has_aux=True)(net, own.bare, batch, told, i, jax.random.key(0))[0]
-        return advance(tune, slope, moments, net)
+    def step(state):
+        grad = jax.grad(recipe.loss, has_aux=True)
+        return state.apply_gradients(
+            grads={"score": grad(state.score, own.bare, batch, told, state.step, jax.random.key(0))[0]}
+        )
 
-    for i in range(recipe.steps):
-        net, moments = step(net, moments, jnp.int32(i))
-    return written(tmp_path_factory.mktemp("taught"), net)
+    for _ in range(recipe.steps):
+        state = step(state)
+    return written(tmp_path_factory.mktemp("taught"), state.score)
 
 
 @pytest.mark.slow

@@ -56,6 +56,15 @@ def turned(x: np.ndarray, pos: np.ndarray) -> np.ndarray:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def log_beta(arrays, i: int, x: np.ndarray) -> np.ndarray:
+    """f64[H,T] of x f[T,E], by layer i of a retention gate of any depth."""
+    names = [f"hidden.{n}" for n in range(sum("hidden" in name for name in arrays) // 2)]
+    for name in [*names, "out"]:
+        z = x @ arrays[f"{name}.kernel"][i] + arrays[f"{name}.bias"][i]
+        x = silu(z)
+    return -np.log1p(np.exp(-z)).T
+
+
 def run(
     p, gate, ids: np.ndarray, pos: np.ndarray, drop: np.ndarray | None = None, bias=None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -74,11 +83,7 @@ def run(
         q, k = turned(q.reshape(t, h * g, d), pos), turned(k.reshape(t, h, d), pos)
         v, out, fade = v.reshape(t, h, d), np.zeros((t, h * g, d)), np.zeros((h, t))
         if gate is not None:
-            z = silu(y @ gate.into[i].T + gate.bias[i])
-            if hasattr(gate, "middle"):
-                z = silu(z @ gate.middle[i].T + gate.shift[i])
-            z = z @ gate.out[i].T + gate.offset[i]
-            fade = -np.log1p(np.exp(-z)).T
+            fade = log_beta(gate.arrays, i, y)
         fades.append(fade)
         added = age * fade[:, None] if bias is None else bias(i, y, age)
         for head in range(h * g):

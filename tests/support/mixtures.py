@@ -45,7 +45,7 @@ def by_hand(pieces: list[int], head: int, share: float, local: int = 0) -> dict[
     """position -> (k, v) of all that one head of the first layer holds after pieces that end at these positions."""
     q, k, v = first_layer(IDS)
     arrays, _ = trained_weights.read(MIXTURES, "lococo")
-    conv, bias = (np.asarray(arrays[name][0], np.float64) for name in ("conv", "bias"))
+    conv, bias = (np.asarray(arrays[name][0], np.float64) for name in ("conv.kernel", "conv.bias"))
     held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     start = 0
     for end in pieces:

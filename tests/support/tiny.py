@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
@@ -16,9 +15,7 @@ from safetensors.numpy import save_file
 
 import jkv.models as models
 from jkv.io import trained_weights as io
-from jkv.methods.eviction import attention_gate, dms, trained_gates
-from jkv.methods.eviction.author_gates import Surrogate
-from jkv.methods.eviction.utility import joined
+from jkv.nn.gates import AttentionGate, Estimate, RetentionGate
 
 PARAMS = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
 MODEL = PARAMS.config
@@ -71,31 +68,32 @@ LATENT = models.random(
 
 def gate(folder: str) -> str:
     """A folder with a retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = trained_gates.start(MODEL, 8, 3.0, jax.random.key(7))
+    made = RetentionGate.start(MODEL, 8, jax.random.key(7), offset=3.0)
     made = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, made)
-    io.write(folder, vars(made), {"method": "trimkv", "model": io.identities(PARAMS)})
+    io.write(folder, made.arrays, {"method": "trimkv", "model": io.identities(PARAMS)})
     return folder
 
 
 def deep(folder: str) -> str:
     """A folder with a deep retention gate for the tiny model, of weights that tell tokens, layers and heads apart."""
-    made = trained_gates.deeper(MODEL, 8, 3.0, jax.random.key(13))
+    made = RetentionGate.start(MODEL, 8, jax.random.key(13), depth=2, offset=3.0)
     made = jax.tree.map(lambda x: 30 * x if x.ndim == 3 else x, made)
-    io.write(folder, vars(made), {"method": "makeeach", "model": io.identities(PARAMS)})
+    io.write(folder, made.arrays, {"method": "makeeach", "model": io.identities(PARAMS)})
     return folder
 
 
 def estimates(folder: str) -> str:
     """A folder with the heads of Locret for the tiny model, of random weights."""
-    made = trained_gates.guess(MODEL, 8, jax.random.key(11))
-    io.write(folder, vars(made), {"method": "locret", "model": io.identities(PARAMS)})
+    made = Estimate.start(MODEL, 8, jax.random.key(11))
+    io.write(folder, made.arrays, {"method": "locret", "model": io.identities(PARAMS)})
     return folder
 
 
 def mixtures(folder: str) -> str:
     """A folder with twelve mixtures for the tiny model, of random weights that tell entries apart."""
     rng = np.random.default_rng(12)
-    made = dict(conv=rng.normal(0, 0.5, (L, 5, 2 * D, 12)), bias=rng.normal(0, 1, (L, 12)), share=[0.5, 0.8])
+    made = {"conv.kernel": rng.normal(0, 0.5, (L, 5, 2 * D, 12)), "conv.bias": rng.normal(0, 1, (L, 12))}
+    made["share"] = np.array([0.5, 0.8])
     io.write(folder, made, {"method": "lococo", "model": io.identities(PARAMS)})
     return folder
 
@@ -104,20 +102,16 @@ def switch(folder: str) -> str:
     """A folder with switches of DMS for the tiny model, random weights that mark about half of all tokens."""
     rng = np.random.default_rng(6)
     out, gain = rng.normal(0, 0.4, (L, H, MODEL.width)), rng.uniform(0.5, 1.5, (L, MODEL.width))
-    made = dms.Switch(out=out, gain=gain, layers=np.full(L, 0.5))
-    io.write(folder, vars(made), {"method": "dms", "model": io.identities(PARAMS)})
+    made = {"out.kernel": out.swapaxes(1, 2), "gain": gain, "layers": np.full(L, 0.5)}
+    io.write(folder, made, {"method": "dms", "model": io.identities(PARAMS)})
     return folder
 
 
 def look(folder: str) -> str:
     """A folder with an Attention-Gate for the tiny model, of random weights that keep about half of all tokens."""
-    made = attention_gate.start(MODEL, 2, 4, 0.0, jax.random.key(17))
-    rng = np.random.default_rng(18)
-    io.write(
-        folder,
-        vars(made) | {"out": rng.normal(0, 3, made.out.shape)},
-        {"method": "attentiongate", "model": io.identities(PARAMS)},
-    )
+    made = AttentionGate.start(MODEL, 2, 4, 0.0, jax.random.key(17))
+    made = made.update(lambda x: np.random.default_rng(18).normal(0, 3, x.shape), "out.kernel")
+    io.write(folder, made.arrays, {"method": "attentiongate", "model": io.identities(PARAMS)})
     return folder
 
 
@@ -210,12 +204,16 @@ def published_zap(folder: str, hidden: int | None, width: int, heads: int, count
 
 def worth(folder: str) -> str:
     """A folder with the gates of `gate`, others that foresee, and levels for the tiny model: random."""
-    rng, fading = np.random.default_rng(25), trained_gates.start(MODEL, 8, 3.0, jax.random.key(7))
-    fading = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, fading)
-    shapes = {"into": (L, 6, MODEL.width), "bias": (L, 6), "out": (L, H, 6), "offset": (L, H)}
-    made = joined(Surrogate(**{name: jnp.asarray(rng.normal(-0.5, 0.5, x)) for name, x in shapes.items()}), fading)
-    made = dataclasses.replace(made, level=jnp.asarray(rng.normal(0, 1, (L, H))))
-    io.write(folder, vars(made), {"method": "utility", "model": io.identities(PARAMS)})
+    rng, fading = np.random.default_rng(25), RetentionGate.start(MODEL, 8, jax.random.key(7), offset=3.0)
+    shapes = {
+        "hidden.0.kernel": (L, MODEL.width, 6),
+        "hidden.0.bias": (L, 6),
+        "out.kernel": (L, 6, H),
+        "out.bias": (L, H),
+    }
+    made = {f"foreseen.{name}": rng.normal(-0.5, 0.5, x) for name, x in shapes.items()}
+    made |= {f"fading.{name}": 20 * x if x.ndim == 3 else x for name, x in fading.arrays.items()}
+    io.write(folder, made | {"level": rng.normal(0, 1, (L, H))}, {"method": "utility", "model": io.identities(PARAMS)})
     return folder
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.generation import inspect
 from jkv.io import load as loading
 from jkv.io import trained_weights as io
 from jkv.io.errors import FormatError
 from jkv.io.safetensors import read_json
-from jkv.methods.eviction import attention_gate
-from jkv.methods.eviction.attention_gate import Gated, Look
+from jkv.methods.eviction.attention_gate import Gated
+from jkv.nn import gates
+from jkv.nn.network import Network
 from jkv.training import trainer
 from jkv.training.recipes import attention_gate as attention_gate_recipe
 from support import losses as plain
@@ -24,39 +26,39 @@ from support.commands import call, refused
 from support.losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 RNG = np.random.default_rng(4)
-LOOK = attention_gate.start(MODEL, 2, 4, 0.3, jax.random.key(5))
-LOOK = replace(LOOK, out=jnp.asarray(RNG.normal(0, 3, LOOK.out.shape), jnp.float32))
+LOOK = gates.AttentionGate.start(MODEL, 2, 4, 0.3, jax.random.key(5))
+LOOK = LOOK.update(lambda x: jnp.asarray(RNG.normal(0, 3, x.shape), jnp.float32), "out.kernel")
 ANSWER = 40
 
 
-def looked(look: Look, i: int, y: np.ndarray, of: np.ndarray) -> np.ndarray:
+def looked(look: Network, i: int, y: np.ndarray, of: np.ndarray) -> np.ndarray:
     """u f64[H,T] of one row's normed input, token by token."""
-    n, p = look.q.shape[1:3]
-    q, k, v = (np.einsum("te,npe->tnp", y, x[i]) for x in (look.q, look.k, look.v))
+    w = {name: x[i] for name, x in look.arrays.items()}
+    q, k, v = (np.einsum("te,enp->tnp", y, w[f"{name}.kernel"]) for name in "qkv")
+    n, p = q.shape[1:]
     u = np.zeros((MODEL.heads, len(y)))
     for t in np.flatnonzero(of >= 0):
         there, o = np.flatnonzero(of == of[t]), np.zeros((n, p))
         for head in range(n):
-            w = np.exp(log_softmax(k[there, head] @ q[t, head] * p**-0.5))
-            o[head] = w @ v[there, head]
-        u[:, t] = look.out[i].reshape(len(look.out[i]), -1) @ o.reshape(-1) + look.offset[i]
+            o[head] = np.exp(log_softmax(k[there, head] @ q[t, head] * p**-0.5)) @ v[there, head]
+        u[:, t] = np.einsum("np,nph->h", o, w["out.kernel"]) + w["out.bias"]
     return u
 
 
 @pytest.mark.parametrize("tile", [256, 64])
 def test_every_token_looks_at_its_whole_text(tile, monkeypatch):
-    monkeypatch.setattr(attention_gate, "QUERIES", tile)
+    monkeypatch.setattr(gates, "QUERIES", tile)
     x = RNG.normal(size=(2, 150, MODEL.width)).astype(np.float32)
     of = np.repeat([[0, 1, -1], [2, -1, 2]], 50, 1)
     x[of < 0] = np.nan
-    own = jax.tree.map(lambda a: a[1], LOOK)
+    own = LOOK.part(1)
     got = np.asarray(jax.jit(lambda *given: own(*given))(jnp.asarray(x), jnp.asarray(of)))
     for row in range(2):
         live = of[row] >= 0
         np.testing.assert_allclose(got[row][:, live], looked(f64(LOOK), 1, x[row], of[row])[:, live], atol=1e-5)
 
 
-def config(look: Look, **how) -> jkv.CacheConfig:
+def config(look: Network, **how) -> jkv.CacheConfig:
     return replace(jkv.parse("attentiongate(keep=1.0)"), score=Gated(gate=look, **how))
 
 
@@ -73,7 +75,7 @@ def test_a_prompt_forgets_before_it_attends():
 
         want, _ = plain.run(f64(PARAMS), None, ids, np.arange(len(ids)), bias=closed)
         np.testing.assert_allclose(logits[row], want[-1], atol=1e-4)
-        held = jkv.generation.inspect.mask(cache)[:, row, :, : len(ids)]
+        held = inspect.mask(cache)[:, row, :, : len(ids)]
         np.testing.assert_array_equal(held, np.stack(kept))
         assert 0.2 < held.mean() < 0.8
 
@@ -83,7 +85,7 @@ def test_a_gate_that_is_open_is_the_plain_model_and_a_shut_one_keeps_nothing():
     ids = RNG.integers(0, MODEL.vocab, 50).tolist()
 
     def of(offset):
-        return jkv.prefill(PARAMS, config(replace(LOOK, offset=jnp.full_like(LOOK.offset, offset))), [ids])
+        return jkv.prefill(PARAMS, config(LOOK.update(lambda x: jnp.full_like(x, offset), "out.bias")), [ids])
 
     full = jkv.prefill(PARAMS, "full", [ids])
     np.testing.assert_allclose(of(1e3)[1], full[1], atol=1e-5)
@@ -110,7 +112,7 @@ NOISE = [
 ]
 
 
-def expected(look: Look) -> tuple[float, float, np.ndarray]:
+def expected(look: Network) -> tuple[float, float, np.ndarray]:
     """Cross-entropy of the answers, the share that is kept, sigmoid'(z) / T [H,n] of the last layer's asked keys."""
     losses, kept, slopes = [], [], []
     for row in range(2):
@@ -148,16 +150,17 @@ def test_the_loss_and_its_gradient_by_finite_differences():
     for name, x in dict(ce=ce, kept=kept, loss=ce + 0.7 * (kept - 0.3)).items():
         np.testing.assert_allclose(told[name], x, rtol=1e-4, err_msg=name)
     plainly = graded(replace(recipe, weight=0.0))[0].gate
-    for name in ("offset", "out", "q"):
-        direction, h = np.random.default_rng(3).standard_normal(getattr(LOOK, name).shape), 1e-7
-        ends = [expected(replace(look, **{name: getattr(look, name) + s * h * direction}))[0] for s in (1, -1)]
+    for name in ("out.bias", "out.kernel", "q.kernel"):
+        direction, h = np.random.default_rng(3).standard_normal(LOOK.arrays[name].shape), 1e-7
+        ends = [expected(look.update(lambda x: x + s * h * direction, name))[0] for s in (1, -1)]  # noqa: B023
         want = (ends[0] - ends[1]) / (2 * h)
         assert abs(want) > 1e-4
-        np.testing.assert_allclose((np.asarray(getattr(plainly, name)) * direction).sum(), want, rtol=2e-2)
+        np.testing.assert_allclose((np.asarray(plainly.arrays[name]) * direction).sum(), want, rtol=2e-2)
     more = 0.7 * slopes.sum(1) / (slopes.size * MODEL.layers)  # too many are kept
-    np.testing.assert_allclose(slope.gate.offset[-1] - plainly.offset[-1], more, rtol=1e-2)
-    fewer = graded(replace(recipe, share=0.95))[0].gate.offset[-1]
-    assert (np.asarray(fewer) < np.asarray(plainly.offset[-1])).all()  # too few
+    before = np.asarray(plainly.arrays["out.bias"][-1])
+    np.testing.assert_allclose(slope.gate.arrays["out.bias"][-1] - before, more, rtol=1e-2)
+    fewer = graded(replace(recipe, share=0.95))[0].gate.arrays["out.bias"][-1]
+    assert (np.asarray(fewer) < before).all()  # too few
 
 
 def test_a_layer_alone_pays_for_what_it_keeps():
@@ -176,8 +179,8 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     card = read_json(tmp_path / "card.json")
     assert card["method"] == "attentiongate" and set(card["eval"]["ppl"]) == {"full", "attentiongate"}
-    made = io.trained(tmp_path, Gated()).gate
-    assert np.abs(np.asarray(made.out)).max() > 1e-4 and np.abs(np.asarray(made.offset) - 2).max() > 1e-4
+    out, offset = (np.asarray(io.trained(tmp_path, Gated()).gate.arrays[f"out.{x}"]) for x in ("kernel", "bias"))
+    assert np.abs(out).max() > 1e-4 and np.abs(offset - 2).max() > 1e-4
     refused(call("train", "attentiongate", "--out", tmp_path / "b", *short, "--share", 0), "share=0.0", "above 0")
     refused(call("train", "attentiongate", "--out", tmp_path / "b", *short, "--price", 0), "price=0.0", "above 0")
 

@@ -16,6 +16,7 @@ from jkv.io.trained_weights import trained
 from jkv.methods.prefill.s3attention import KEYS, QUERIES, Dictionary, Featured
 from jkv.training import trainer
 from jkv.training.losses import Batch
+from jkv.training.optimizer import create
 from jkv.training.recipes.s3attention import Recipe, Seen, missed, seen, start
 from support import rig
 from support.commands import PARAMS, call, refused
@@ -71,13 +72,13 @@ def test_what_is_missed_is_a_share_of_the_variance():
 def test_steps_restore_more():
     recipe = Recipe(steps=60, rate=2e-2, tokens=32, layers=(1,))
     gate = start(rig.PARAMS, TEXTS, (1,), 32, 8, jax.random.key(0))
-    state = trainer.start(Featured(tokens=16, gate=gate), recipe)
+    state = create(Featured(tokens=16, gate=gate), recipe.tune())
     batches, lesson = (jax.tree.map(lambda x: x[None], y) for y in (TEXTS, recipe.lesson(rig.PARAMS, TEXTS)))
     losses = []
     for _ in range(60):
-        state, metrics = trainer.update(rig.PARAMS, state, batches, lesson, recipe)
+        state, metrics = trainer.train_step(state, rig.PARAMS, batches, lesson, recipe)
         losses.append(float(metrics["loss"]))
-    assert metrics["fine"] and np.mean(losses[-5:]) < np.mean(losses[:5]) / 2
+    assert metrics["finite"] and np.mean(losses[-5:]) < np.mean(losses[:5]) / 2
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from jkv.io import load as loading
 from jkv.io import trained_weights
 from jkv.io.safetensors import read_json
 from jkv.io.trained_weights import trained
-from jkv.methods.eviction.dms import Delayed, Switch
+from jkv.methods.eviction.dms import Delayed
+from jkv.nn.gates import EvictionSwitch
 from jkv.training import trainer
 from jkv.training.recipes import dms
 from support import losses as plain
@@ -22,11 +23,9 @@ from support.losses import BATCH, MODEL, PARAMS, f64, log_softmax
 
 WINDOW, KEY = 12, jax.random.key(3)
 RNG = np.random.default_rng(2)
-GATE = Switch(
-    out=jnp.asarray(RNG.normal(0, 0.008, (MODEL.layers, MODEL.heads, MODEL.width)), jnp.float32),
-    gain=jnp.asarray(RNG.uniform(0.5, 1.5, (MODEL.layers, MODEL.width)), jnp.float32),
-    layers=jnp.ones(MODEL.layers),
-)
+GATE = EvictionSwitch.start(MODEL)
+GATE = GATE.update(lambda x: jnp.asarray(RNG.normal(0, 0.008, x.shape), jnp.float32), "out.kernel")
+GATE = GATE.update(lambda x: jnp.asarray(RNG.uniform(0.5, 1.5, x.shape), jnp.float32), "gain")
 RECIPE = dms.Recipe(warm=0, window=WINDOW, ratio=8.0, fall=10, weight=0.0)
 NOISE = [
     np.asarray(jax.random.logistic(jax.random.fold_in(KEY, i), (2, MODEL.heads, 150)), np.float64)
@@ -36,7 +35,7 @@ NOISE = [
 
 def chances(gate, i: int, y: np.ndarray, row: int) -> np.ndarray:
     """z f64[H,T] of a layer's normed input, by its definition."""
-    said = (100 * (y * gate.gain[i]) @ gate.out[i].T - 5).T
+    said = (100 * (y * gate.arrays["gain"][i]) @ gate.arrays["out.kernel"][i] - 5).T
     z, use = np.full(said.shape, -50.0), np.asarray(BATCH.labelled)[row]
     for t in np.flatnonzero(use):
         z[:, t] = (said[:, t + 1] + NOISE[i][row, :, t]) / 0.1
@@ -74,13 +73,13 @@ def test_the_divergence_is_that_of_plain_numpy(graded):
     np.testing.assert_allclose(graded[1]["short"], max(0, 7 / 9 - graded[1]["marked"]), atol=0.05)  # of a ratio of 4.5
 
 
-@pytest.mark.parametrize("name", ["out", "gain"])
+@pytest.mark.parametrize("name", ["out.kernel", "gain"])
 def test_gradients_are_finite_differences(graded, name):
-    direction, gate, h = np.random.default_rng(3).standard_normal(getattr(GATE, name).shape), f64(GATE), 1e-8
-    ends = [kl(Switch(**{**vars(gate), name: getattr(gate, name) + s * h * direction})) for s in (1, -1)]
+    direction, gate, h = np.random.default_rng(3).standard_normal(GATE.arrays[name].shape), f64(GATE), 1e-8
+    ends = [kl(gate.update(lambda x: x + s * h * direction, name)) for s in (1, -1)]  # noqa: B023
     want = (ends[0] - ends[1]) / (2 * h)
     assert abs(want) > 1e-4
-    np.testing.assert_allclose((np.asarray(getattr(graded[0], name)) * direction).sum(), want, rtol=1e-2)
+    np.testing.assert_allclose((np.asarray(graded[0].arrays[name]) * direction).sum(), want, rtol=1e-2)
 
 
 @pytest.mark.parametrize(("shares", "want"), [((0.6, 0.4), 0.0), ((0.3, 0.5), 0.1)])
@@ -150,7 +149,7 @@ def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
-    trained_weights.write(tmp_path, vars(GATE), {"method": "dms", "model": trained_weights.identities(PARAMS)})
+    trained_weights.write(tmp_path, GATE.arrays, {"method": "dms", "model": trained_weights.identities(PARAMS)})
     made = RECIPE.finished(PARAMS, BATCH, trained(tmp_path, Delayed(window=0)))
     want, config = [], f"dms(keep=1.0, window=0, recent=1, gate={str(tmp_path)!r})"
     for ends in ([60, 140], [150]):
@@ -158,7 +157,7 @@ def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
         kept = sum(jkv.prefill(PARAMS, config, [ids.tolist()])[0].kept()[:, 0].sum(1) for ids in row)
         want.append((np.asarray(kept) / MODEL.heads - len(ends)) / (ends[-1] - len(ends)))  # the newest wait
     assert 0.2 < np.min(want) and np.max(want) < 0.9 and abs(want[0][0] - want[0][1]) > 0.02
-    np.testing.assert_allclose(made.gate.layers, np.mean(want, 0) + np.std(want, 0), atol=1e-5)
+    np.testing.assert_allclose(made.gate.arrays["layers"], np.mean(want, 0) + np.std(want, 0), atol=1e-5)
 
 
 def test_options_of_another_method_are_refused(tmp_path):

@@ -65,8 +65,9 @@ def test_one_layer_is_the_ridge_regression():
     made, (error,) = kvzap.solve(x, y)
     a, b = x - x.mean(0), y - y.mean(0)  # whose offset is free: as rows more, and nothing else
     want = np.linalg.lstsq(np.vstack([a, np.eye(E)]), np.vstack([b, np.zeros((E, H))]), rcond=None)[0]
-    np.testing.assert_allclose(made.out, want.T, rtol=1e-3, atol=1e-4)
-    said = x @ np.asarray(made.out).T + np.asarray(made.offset)
+    out, offset = (np.asarray(made.arrays[name]) for name in ("out.kernel", "out.bias"))
+    np.testing.assert_allclose(out, want, rtol=1e-3, atol=1e-4)
+    said = x @ out + offset
     np.testing.assert_allclose(np.square(said - y).mean(), error, rtol=1e-3)
     assert error < 0.02
 
@@ -76,7 +77,7 @@ def test_two_layers_learn_what_one_cannot():
     y = 5 * np.abs(x[:, :H]) - 20
     recipe = kvzap.Recipe(warm=400, tokens=256, early=1e-2, width=16)
     begun = kvzap.start(PARAMS.config, 16, jax.random.key(0))
-    own = kvzap.Surrogate(into=begun.into[0, :, :E], bias=begun.bias[0], out=begun.out[0], offset=begun.offset[0])
+    own = begun.part(0).update(lambda x: x[:E], "hidden.0.kernel")
     made, losses = kvzap.fit(own, x, y, jax.random.key(1), recipe)
     line = kvzap.solve(x, y)[1][0]
     assert losses[-10:].mean() < 0.1 * line

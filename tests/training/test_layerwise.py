@@ -9,12 +9,15 @@ import pytest
 
 from jkv import models
 from jkv.methods.eviction import attention_gate, dms
-from jkv.methods.eviction.trained_gates import Retention, start
+from jkv.methods.eviction.trained_gates import Retention
+from jkv.nn.gates import AttentionGate, EvictionSwitch, RetentionGate
+from jkv.nn.network import Network
 from jkv.training.distillation.layerwise import Layer, fit, layer_loss, through
 from jkv.training.losses import Batch
 from jkv.training.recipes import attention_gate as attention_gate_recipe
 from jkv.training.recipes import dms as dms_recipe
 from jkv.training.recipes.trimkv import Recipe
+from support.losses import log_beta
 from support.warm import MODEL, E, G, H, N, T, data
 
 RECIPE = Recipe(warm=150, budget=16, early=2e-2)
@@ -26,7 +29,7 @@ def row(layer: Layer, i: int = 0) -> Layer:
 
 
 def own(seed: int = 0):
-    return jax.tree.map(lambda a: a[0], start(MODEL, 16, 5.0, jax.random.key(seed)))
+    return RetentionGate.start(MODEL, 16, jax.random.key(seed), offset=5.0).part(0)
 
 
 @pytest.mark.slow
@@ -35,9 +38,7 @@ def test_the_loss_is_the_attention_that_is_left_and_what_is_over(window):
     layer, gate, at = data(0), own(), np.array([3, 40, 95])
     got = layer_loss(Retention(gate=gate), row(layer), jnp.asarray(at), RECIPE, KEY, 0.5, window)
     x, q, k = (np.asarray(a, np.float64)[0] for a in (layer.x, layer.q, layer.k))
-    into, bias, out, offset = (np.asarray(a, np.float64) for a in jax.tree.leaves(gate))
-    hidden = x @ into.T + bias
-    beta = 1 / (1 + np.exp(-(hidden / (1 + np.exp(-hidden)) @ out.T + offset)))
+    beta = np.exp(log_beta({name: np.float64(a)[None] for name, a in gate.arrays.items()}, 0, x)).T
     left, over = [], []
     for h in range(H):
         for t in at:
@@ -69,7 +70,7 @@ def test_every_layer_goes_on_from_the_one_before():
     ids[1, 30:] = -1
     pos = np.where(ids >= 0, np.arange(40), -1)
     texts = Batch(ids=jnp.asarray(ids, jnp.int32), pos=jnp.asarray(pos, jnp.int32))
-    gate, recipe = start(params.config, 4, 4.0, jax.random.key(0)), Recipe(warm=3, budget=8)
+    gate, recipe = RetentionGate.start(params.config, 4, jax.random.key(0), offset=4.0), Recipe(warm=3, budget=8)
     both = [(score.gate, losses) for score, losses in recipe.warmed(params, texts, Retention(gate=gate), 0)]
     assert [len(losses) for _, losses in both] == [3, 3]
     ((score, losses),) = recipe.warmed(params, texts, Retention(gate=both[0][0]), 1)
@@ -77,7 +78,7 @@ def test_every_layer_goes_on_from_the_one_before():
     np.testing.assert_array_equal(losses, both[1][1])
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), again, gate)
     assert (
-        0 < max(vars(moved).values()) < 1.01 * 3 * recipe.early
+        0 < max(moved.arrays.values()) < 1.01 * 3 * recipe.early
     )  # each layer from its own weights: Adam's three steps
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(both[1][0]), strict=True))
     x = models.family(params.config).embed(params, jnp.maximum(texts.ids[:1], 0))
@@ -110,7 +111,8 @@ def test_the_loss_of_switches(window):
     """Marks soft on old keys, counted hard; a text that ends before its row does."""
     layer, at, size = replace(data(0), size=jnp.full(N, 80)), np.array([3, 40, 79]), 80
     out = np.random.default_rng(5).normal(0, 0.03, (H, E)).astype(np.float32)
-    score = dms.Delayed(window=12, gate=dms.Switch(out=jnp.asarray(out), gain=jnp.full(E, 0.5), layers=jnp.ones(())))
+    arrays = {"out.kernel": jnp.asarray(out.T), "gain": jnp.full(E, 0.5), "layers": jnp.ones(())}
+    score = dms.Delayed(window=12, gate=Network(arrays=arrays, kind=EvictionSwitch))
     recipe = dms_recipe.Recipe(window=12, ratio=8.0, weight=0.7)
     got = layer_loss(score, row(layer), jnp.asarray(at), recipe, KEY, 0.5, window)
     noise = np.asarray(jax.random.logistic(jax.random.fold_in(KEY, 0), (1, H, T)), np.float64)[0]
@@ -128,9 +130,9 @@ def test_the_loss_of_switches(window):
 def test_the_loss_of_flags():
     """Drawn softly, and a price for those that stay."""
     layer, at = data(0), np.array([30, 88, 95])
-    look = attention_gate.start(MODEL, 2, 4, 0.0, jax.random.key(5))
-    look = replace(look, out=jax.random.normal(jax.random.key(6), look.out.shape))
-    score = attention_gate.Gated(gate=jax.tree.map(lambda a: a[0], look))
+    look = AttentionGate.start(MODEL, 2, 4, 0.0, jax.random.key(8))
+    look = look.update(lambda x: jax.random.normal(jax.random.key(6), x.shape), "out.kernel")
+    score = attention_gate.Gated(gate=look.part(0))
     recipe = attention_gate_recipe.Recipe(answer=20, price=0.7)
     got = layer_loss(score, row(layer), jnp.asarray(at), recipe, KEY, 0.5, None)
     noise = np.asarray(jax.random.logistic(jax.random.fold_in(KEY, 0), (1, H, T)), np.float64)[0]
@@ -148,14 +150,14 @@ def test_switches_and_flags_learn_which_tokens_are_asked_for():
     """By their own layer alone. A switch speaks of the token before and has no offset: x says what is not asked."""
     seen, unseen = data(1), data(9)
     told = [jnp.roll(a.x.at[..., 0].add(-1), 1, 1) for a in (seen, unseen)]
-    switch = jax.tree.map(lambda a: a[0], dms.start(MODEL))
+    switch = EvictionSwitch.start(MODEL).part(0)
     recipe = dms_recipe.Recipe(warm=300, early=3e-3, window=8, ratio=8.0, weight=3.0)
     made, _ = fit(dms.Delayed(window=8, gate=switch), replace(seen, x=told[0]), KEY, recipe, 0.5)
-    marked = np.roll(np.asarray(made.gate(told[1])) > 0, -1, -1)[..., :-1]
+    marked = np.roll(np.asarray(made.said(told[1])) > 0, -1, -1)[..., :-1]
     asked = np.arange(T) % 8 == 5
     assert marked[..., ~asked[:-1]].mean() > 0.9 and marked[..., asked[:-1]].mean() < 0.1
 
-    look = jax.tree.map(lambda a: a[0], attention_gate.start(MODEL, 2, 8, 0.5, jax.random.key(3)))
+    look = AttentionGate.start(MODEL, 2, 8, 0.5, jax.random.key(3)).part(0)
     recipe = attention_gate_recipe.Recipe(warm=400, early=1e-2, answer=20)
     made, _ = fit(attention_gate.Gated(gate=look), seen, KEY, recipe, 0.5)
     kept = np.asarray(made.gate(unseen.x, jnp.zeros((N, T), jnp.int32))) > 0

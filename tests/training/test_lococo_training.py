@@ -11,7 +11,9 @@ import pytest
 import jkv
 from jkv.io import load as loading
 from jkv.io import trained_weights
-from jkv.methods.merging.lococo import Blend, Mixtures, start
+from jkv.methods.merging.lococo import Mixtures
+from jkv.nn.mixtures import Blend
+from jkv.nn.network import restore
 from jkv.training.distillation.layerwise import Layer
 from jkv.training.recipes.lococo import Recipe, fit, loss
 from support.commands import PARAMS, call
@@ -40,7 +42,7 @@ def whole() -> np.ndarray:
 @pytest.mark.slow
 def test_the_loss_is_what_attention_over_the_rest_is_off():
     arrays, _ = trained_weights.read(MIXTURES, "lococo")
-    gate = Blend(**{name: jnp.asarray(x[0], jnp.float32) for name, x in arrays.items()})
+    gate = restore(Blend, arrays).part(0)
     q, k, v = first_layer(IDS[:, :T])
     full, off = whole(), 0.0
     for h in range(H):
@@ -57,7 +59,7 @@ def test_the_loss_is_what_attention_over_the_rest_is_off():
 
 def test_its_gradient_is_that_of_differences():
     """Each piece's melting has a gradient by the next piece's queries alone: with two pieces that is all there is."""
-    gate = jax.tree.map(lambda x: x[0], start(MODEL, 12, 5, jax.random.key(0)))
+    gate = Blend.start(MODEL, 12, 5, jax.random.key(0)).part(0)
     full = jnp.asarray(whole(), jnp.float32)[None, :, :, : 2 * PIECE]
     two = texts()
     two = replace(two, q=two.q[:, :, :, : 2 * PIECE], k=two.k[:, :, : 2 * PIECE], v=two.v[:, :, : 2 * PIECE])
@@ -71,15 +73,15 @@ def test_its_gradient_is_that_of_differences():
 
 @pytest.mark.slow
 def test_mixtures_get_better():
-    gate = jax.tree.map(lambda x: x[0], start(MODEL, BUDGET // 2, 5, jax.random.key(0)))
+    gate = Blend.start(MODEL, BUDGET // 2, 5, jax.random.key(0)).part(0)
     trained, losses = fit(gate, texts(2), jax.random.key(1), RECIPE, MODEL.scale)
-    assert losses[-5:].mean() < 0.8 * losses[0] and float(trained.share) != 0.5
+    assert losses[-5:].mean() < 0.8 * losses[0] and float(trained.arrays["share"]) != 0.5
     assert (np.asarray(whole()).shape, G) == ((H, 2, T, D), 2)
 
 
 def test_a_short_text_is_worth_its_own_tokens():
     """Tokens after a text's end change nothing, and a text need not be whole pieces."""
-    gate = jax.tree.map(lambda x: x[0], start(MODEL, 12, 5, jax.random.key(0)))
+    gate = Blend.start(MODEL, 12, 5, jax.random.key(0)).part(0)
     recipe = replace(RECIPE, warm=1)
     short = replace(texts(), size=jnp.array([100]))
     bad = replace(short, k=short.k.at[:, :, 100:].set(9), v=short.v.at[:, :, 100:].set(9))
@@ -97,7 +99,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["method"] == "lococo" and set(card["eval"]["ppl"]) == {"full", "streaming", "lococo"}
     trained = jax.tree.leaves(trained_weights.trained(tmp_path, Mixtures()))
-    begun = jax.tree.leaves(start(PARAMS.config, 12, 5, jax.random.key(0)))
+    begun = jax.tree.leaves(Blend.start(PARAMS.config, 12, 5, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(trained, begun, strict=True))
     text = f"lococo(budget=24, gate={str(tmp_path)!r}, chunk=32)"
     assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).receipt.ratio > 1

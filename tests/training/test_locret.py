@@ -11,7 +11,9 @@ import pytest
 import jkv
 from jkv.io import load as loading
 from jkv.io.trained_weights import trained
-from jkv.methods.eviction.trained_gates import Estimate, Foreseen, guess
+from jkv.methods.eviction.trained_gates import Foreseen
+from jkv.nn.gates import Estimate
+from jkv.nn.network import Network
 from jkv.training.recipes.locret import Recipe, fit, looked_for, loss
 from support.commands import PARAMS, call
 from support.warm import MODEL, H, N, T, data
@@ -19,8 +21,8 @@ from support.warm import MODEL, H, N, T, data
 RECIPE = Recipe(warm=200, answer=24, rate=2e-2)
 
 
-def own(seed: int = 0) -> Estimate:
-    return jax.tree.map(lambda a: a[0], guess(MODEL, 16, jax.random.key(seed)))
+def own(seed: int = 0) -> Network:
+    return Estimate.start(MODEL, 16, jax.random.key(seed)).part(0)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -40,16 +42,16 @@ def test_a_label_is_the_largest_logit_of_an_answers_queries(window):
 def test_the_loss_is_that_of_the_paper():
     layer, gate, rng = data(1), own(), np.random.default_rng(0)
     y, asked = rng.normal(0, 2, (H, T)).astype(np.float32), np.arange(T) < 60
-    into, out = (np.asarray(a, np.float64) for a in (gate.into, gate.out))
-    hidden = np.asarray(layer.x, np.float64)[0] @ into.T
-    s = (hidden / (1 + np.exp(-hidden)) @ out.T).T
+    into, out = (np.asarray(gate.arrays[name], np.float64) for name in ("hidden.0.kernel", "out.kernel"))
+    hidden = np.asarray(layer.x, np.float64)[0] @ into
+    s = (hidden / (1 + np.exp(-hidden)) @ out).T
     off = np.abs(s - y)[:, :60]
     want = np.where(off < 1, off**2 / 2, off - 0.5).mean() + 0.1 * np.square(np.diff(s[:, :60])).mean()
     np.testing.assert_allclose(loss(gate, layer.x[0], jnp.asarray(y), jnp.asarray(asked), 0.1), want, rtol=1e-5)
 
 
 def test_equal_estimates_are_smooth():
-    flat = Estimate(into=jnp.zeros((16, MODEL.width)), out=jnp.ones((H, 16)))
+    flat = own().update(jnp.zeros_like, "hidden.0.kernel")
     y, asked = jnp.zeros((H, T)), jnp.ones(T, bool)
     x = data(1).x[0]
     assert loss(flat, x, y, asked, 1e6) == 0 and loss(own(), x, y, asked, 1e6) > 1
@@ -74,6 +76,6 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
     assert card["method"] == "locret" and set(card["eval"]["ppl"]) == {"full", "streaming", "locret"}
     text = f"locret(budget=24, gate={str(tmp_path)!r}, local=8)"
     made = jax.tree.leaves(trained(tmp_path, Foreseen()))
-    begun = jax.tree.leaves(guess(PARAMS.config, 8, jax.random.key(0)))
+    begun = jax.tree.leaves(Estimate.start(PARAMS.config, 8, jax.random.key(0)))
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(made, begun, strict=True))
     assert jkv.generate(PARAMS, text, "the quick brown fox " * 16, max_new_tokens=4).receipt.ratio > 1

@@ -1,21 +1,23 @@
 """Losses and their gradients against plain float64 numpy, and the numeric examples of the method."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jkv import models
-from jkv.methods.eviction.trained_gates import Gate, Outlook, Retention, deeper, start
+from jkv.methods.eviction.trained_gates import Outlook, Retention
 from jkv.models import Projected
+from jkv.nn.gates import RetentionGate
 from jkv.training import losses, trainer
-from jkv.training.recipes.trimkv import Recipe, Together, fading
+from jkv.training.optimizer import create
+from jkv.training.recipes.trimkv import Recipe, Together, fading, start_tied
 from jkv.training.soft_cache_model import hidden
 from support.losses import BATCH, MODEL, PARAMS, f64, full, log_softmax, run, seen
 
-GATE = jax.tree.map(lambda x: 10 * x if x.ndim == 3 else x, start(MODEL, 6, 3.0, jax.random.key(1)))
+GATE = jax.tree.map(
+    lambda x: 10 * x if x.ndim == 3 else x, RetentionGate.start(MODEL, 6, jax.random.key(1), offset=3.0)
+)
 BUDGET = 20
 
 
@@ -73,19 +75,19 @@ def test_every_part_of_the_loss_is_that_of_plain_numpy(graded):
         np.testing.assert_allclose(graded[1][name], x, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["into", "bias", "out", "offset"])
+@pytest.mark.parametrize("name", ["hidden.0.kernel", "hidden.0.bias", "out.kernel", "out.bias"])
 def test_gradients_are_finite_differences(graded, name):
-    direction, gate, h = np.random.default_rng(3).standard_normal(getattr(GATE, name).shape), f64(GATE), 1e-5
-    ends = [expected(Gate(**{**vars(gate), name: getattr(gate, name) + s * h * direction}))["loss"] for s in (1, -1)]
+    direction, gate, h = np.random.default_rng(3).standard_normal(GATE.arrays[name].shape), f64(GATE), 1e-5
+    ends = [expected(gate.update(lambda x: x + s * h * direction, name))["loss"] for s in (1, -1)]  # noqa: B023
     want = (ends[0] - ends[1]) / (2 * h)
     assert abs(want) > 1e-4
-    np.testing.assert_allclose((np.asarray(getattr(graded[0], name)) * direction).sum(), want, rtol=2e-3)
+    np.testing.assert_allclose((np.asarray(graded[0].arrays[name]) * direction).sum(), want, rtol=2e-3)
 
 
 @pytest.mark.slow
 def test_layers_and_heads_are_over_capacity_together():
     """Make Each Token Count: value, gradient, and a last product that stays one for all layers."""
-    begun = deeper(MODEL, 5, 3.0, jax.random.key(2))
+    begun = start_tied(MODEL, 5, 3.0, jax.random.key(2))
     gate = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, begun)
     recipe, teacher = Together(budget=BUDGET, weight=0.7, steps=3), trainer.lesson(PARAMS, BATCH, 0)
     slope, told = jax.jit(lambda s: jax.grad(recipe.loss, has_aux=True)(s, PARAMS, BATCH, teacher, None, None))(
@@ -96,22 +98,21 @@ def test_layers_and_heads_are_over_capacity_together():
     for name, x in want.items():
         np.testing.assert_allclose(told[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
     plain, h = f64(gate), 1e-5
-    for name in ("middle", "shift", "out"):
-        one = np.random.default_rng(4).standard_normal(getattr(gate, name).shape)
-        if name == "out":
+    for name in ("hidden.1.kernel", "hidden.1.bias", "out.kernel"):
+        one = np.random.default_rng(4).standard_normal(gate.arrays[name].shape)
+        if name == "out.kernel":
             one[:] = one[:1]
-        ends = [expected(replace(plain, **{name: getattr(plain, name) + s * h * one}), True)["loss"] for s in (1, -1)]
-        np.testing.assert_allclose(
-            (np.asarray(getattr(slope.gate, name)) * one).sum(), (ends[0] - ends[1]) / (2 * h), rtol=3e-3, err_msg=name
-        )
-    state = trainer.start(Outlook(gate=gate), recipe)
+        ends = [expected(plain.update(lambda x: x + s * h * one, name), True)["loss"] for s in (1, -1)]  # noqa: B023
+        got = (np.asarray(slope.gate.arrays[name]) * one).sum()
+        np.testing.assert_allclose(got, (ends[0] - ends[1]) / (2 * h), rtol=3e-3, err_msg=name)
+    state = create(Outlook(gate=gate), recipe.tune())
     batches, told = jax.tree.map(lambda x: x[None], (BATCH, teacher))
     for _ in range(2):
-        state, _ = trainer.update(PARAMS, state, batches, told, recipe)
-    made = state.score.gate
-    for x, old in ((made.out, gate.out), (made.offset, gate.offset)):
+        state, _ = trainer.train_step(state, PARAMS, batches, told, recipe)
+    made = state.score.gate.arrays
+    for x, old in ((made[name], gate.arrays[name]) for name in ("out.kernel", "out.bias")):
         assert (np.asarray(x) == np.asarray(x)[:1]).all() and np.abs(np.asarray(x - old)).max() > 1e-5
-    assert np.abs(np.asarray(made.middle[0] - made.middle[1])).max() > 1e-3
+    assert np.abs(np.ptp(np.asarray(made["hidden.1.kernel"]), 0)).max() > 1e-3
 
 
 def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
@@ -145,7 +146,7 @@ def test_the_capacity_loss_of_the_example():
 
 def test_a_gate_that_forgets_nothing_is_plain_attention_bit_for_bit():
     def forgetful(offset):
-        gate = Gate(**{**vars(GATE), "out": 0 * GATE.out, "offset": 0 * GATE.offset + offset})
+        gate = GATE.update(jnp.zeros_like, "out.kernel").update(lambda x: jnp.full_like(x, offset), "out.bias")
         return jax.jit(lambda: hidden(PARAMS, BATCH, fading(Retention(gate=gate)))[0])()
 
     plain = jax.jit(
@@ -175,8 +176,8 @@ def test_a_model_in_bfloat16_trains_gates_in_float32(graded):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     recipe = Recipe(budget=BUDGET, weight=0.7)
     batches, told = jax.tree.map(lambda x: x[None], (BATCH, trainer.lesson(half, BATCH, 0)))
-    state, metrics = trainer.update(half, trainer.start(Retention(gate=GATE), recipe), batches, told, recipe)
-    assert {x.dtype for x in jax.tree.leaves(state.score)} == {jnp.dtype(jnp.float32)} and bool(metrics["fine"])
+    state, metrics = trainer.train_step(create(Retention(gate=GATE), recipe.tune()), half, batches, told, recipe)
+    assert {x.dtype for x in jax.tree.leaves(state.score)} == {jnp.dtype(jnp.float32)} and bool(metrics["finite"])
     for name in ("ce", "capacity"):
         np.testing.assert_allclose(metrics[name], graded[1][name], rtol=0.02)
     slope = np.sqrt(sum(np.square(np.asarray(x)).sum() for x in jax.tree.leaves(graded[0])))

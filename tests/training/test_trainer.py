@@ -21,9 +21,10 @@ from jkv.io import load as loading
 from jkv.io import trained_weights
 from jkv.io.safetensors import read_json
 from jkv.io.trained_weights import trained
-from jkv.methods.eviction.trained_gates import Deep, Gate, Outlook, Retention, deeper, start
+from jkv.methods.eviction.trained_gates import Outlook, Retention
 from jkv.models import Projected
 from jkv.models.weights.linear import Coded, decoded
+from jkv.nn.gates import RetentionGate
 from jkv.training import commands, trainer
 from jkv.training.checkpoints import Folder
 from jkv.training.data import corpora
@@ -102,7 +103,7 @@ def test_a_training_may_begin_where_another_ended(whole, tmp_path):
     more = [*ARGUMENTS[: ARGUMENTS.index("--width")], *ARGUMENTS[ARGUMENTS.index("--width") + 2 :], "--start", whole]
     result = call("train", "trimkv", "--out", tmp_path / "on", *more, "--warm", 0, "--steps", 1, "--rate", 1e-9)
     assert result.exit_code == 0, result.output
-    before, after = (vars(trained(folder, Retention()).gate) for folder in (whole, tmp_path / "on"))
+    before, after = (trained(folder, Retention()).gate.arrays for folder in (whole, tmp_path / "on"))
     for name, x in before.items():
         np.testing.assert_allclose(after[name], x, atol=2e-9)
     assert "start" in read_json(tmp_path / "on" / "card.json")
@@ -118,18 +119,17 @@ def test_a_training_may_begin_where_another_ended(whole, tmp_path):
 
 
 def folders(name, out):
-    """Folders with weights that a training of `name` may go on from: of every method whose it takes, of every kind, as
-    a training begins them and with layers that differ in everything."""
-    score = {"trimkv": Retention(), "makeeach": Outlook()}[name]
-    begin = {Gate: start, Deep: deeper}
-    for method, kind in product(score.methods, score.kinds):
-        if kind in {"trimkv": Retention, "makeeach": Outlook}[method]().kinds:
-            begun = vars(begin[kind](PARAMS.config, 8, 3.0, jax.random.key(0)))
-            noise = {k: x + 0.1 * np.random.default_rng(0).standard_normal(x.shape) for k, x in begun.items()}
-            for which, arrays in (("begun", begun), ("apart", noise)):
-                folder = out / f"{method}-{kind.__name__}-{which}"
-                trained_weights.write(folder, arrays, {"method": method, "model": trained_weights.identities(PARAMS)})
-                yield folder
+    """Folders with weights that a training of `name` may go on from: of every method whose it takes, of either depth,
+    as a training begins them and with layers that differ in everything."""
+    score, key = {"trimkv": Retention(), "makeeach": Outlook()}[name], jax.random.key(0)
+    begin = {1: RetentionGate.start(PARAMS.config, 8, key), 2: trimkv.start_tied(PARAMS.config, 8, 3.0, key)}
+    for method, depth in product(score.methods, begin):
+        begun = begin[depth].arrays
+        noise = {k: x + 0.1 * np.random.default_rng(0).standard_normal(x.shape) for k, x in begun.items()}
+        for which, arrays in (("begun", begun), ("apart", noise)):
+            folder = out / f"{method}-{depth}-{which}"
+            trained_weights.write(folder, arrays, {"method": method, "model": trained_weights.identities(PARAMS)})
+            yield folder
 
 
 @pytest.mark.parametrize("name", ["trimkv", "makeeach"])
@@ -153,11 +153,11 @@ def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_p
         if "looked at" in result.stderr:
             gate = trained(folder, {"trimkv": Retention(), "makeeach": Outlook()}[name]).gate
             x, log_beta = said.pop()
-            own = [jax.tree.map(lambda x: x[i], gate)(x) for i in range(PARAMS.config.layers)]  # noqa: B023
+            own = [gate.part(i)(x) for i in range(PARAMS.config.layers)]
             np.testing.assert_allclose(log_beta, np.stack(own), rtol=1e-5)
         else:
             refused(result, str(folder), "layer to layer", "begin without --start", "jkv train trimkv")
-            assert name == "makeeach" and "Deep-begun" not in folder.name and not out.exists()
+            assert name == "makeeach" and "2-begun" not in folder.name and not out.exists()
 
 
 @pytest.mark.slow
@@ -167,8 +167,8 @@ def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
     assert result.exit_code == 0, result.output
     card = read_json(tmp_path / "card.json")
     assert card["method"] == "makeeach" and set(card["eval"]["ppl"]) == {"full", "streaming", "makeeach"}
-    gate = trained(tmp_path, Outlook()).gate
-    assert (np.asarray(gate.out) == np.asarray(gate.out)[:1]).all() and np.ptp(np.asarray(gate.middle), 0).max() > 0
+    out, middle = (np.asarray(trained(tmp_path, Outlook()).gate.arrays[f"{x}.kernel"]) for x in ("out", "hidden.1"))
+    assert (out == out[:1]).all() and np.ptp(middle, 0).max() > 0
     refused(train(tmp_path / "few", "--check", 1), "layer 0 would hold 12 tokens")  # streaming, beside it
     assert not (tmp_path / "few").exists()
     assert len(metrics(tmp_path)) == 3 and {"kl", "ce", "capacity"} <= metrics(tmp_path)[-1].keys()
@@ -231,7 +231,7 @@ def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, who
     assert "error: the loss, or a weight, is not finite at step 5, with the texts [" in error
     assert "after 4 steps is kept" in error and "lower --rate" in error
     state = Folder(tmp_path, read_json(tmp_path / "training.json"), True).last(None)
-    assert int(state["steps"]) == 4 and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+    assert int(state["step"]) == 4 and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
     assert metrics(tmp_path) == metrics(whole)[:6]
     assert not (tmp_path / "card.json").exists()
 
@@ -241,7 +241,7 @@ def given_folders(tmp_path_factory):
     """Folders that a training asks for: gates that foresee, and gates that fade."""
     at, c = tmp_path_factory.mktemp("folders"), PARAMS.config
     card = {"method": "trimkv", "model": trained_weights.identities(PARAMS)}
-    trained_weights.write(at / "fading", vars(start(c, 8, 4.0, jax.random.key(0))), card)
+    trained_weights.write(at / "fading", RetentionGate.start(c, 8, jax.random.key(0)).arrays, card)
     zap = published_zap(str(at / "foreseen"), 8, c.width, c.heads, c.layers)
     return {"foreseen": zap, "fading": at / "fading"}
 
@@ -280,19 +280,25 @@ def test_weights_that_are_no_numbers_are_not_kept_though_their_losses_are(tiny, 
     """What the last update of a layer, or of all, breaks, no loss has seen."""
 
     def broken(score):
-        return replace(score, gate=replace(score.gate, into=score.gate.into.at[1, 0, 0].set(jnp.nan)))
+        return replace(score, gate=score.gate.update(lambda x: x.at[1, 0, 0].set(jnp.nan), "hidden.0.kernel"))
 
     with pytest.MonkeyPatch.context() as patch:
         if what == "warm":
             warmed = trimkv.Recipe.warmed
             patch.setattr(trimkv.Recipe, "warmed", lambda *a: ((broken(s), x) for s, x in warmed(*a)))
         else:
-            patch.setattr(trainer, "advance", lambda tune, slope, moments, score: (broken(score), moments))
+            whole_model = lambda score: score.gate.arrays["out.kernel"].ndim == 3  # noqa: E731
+            step, broke = trainer.TrainState.apply_gradients, lambda s: broken(s) if whole_model(s) else s
+            patch.setattr(
+                trainer.TrainState,
+                "apply_gradients",
+                lambda state, grads: (made := step(state, grads=grads)).replace(params={"score": broke(made.score)}),
+            )
         result = train(tmp_path, *(["--seed", 3] if what == "step" else []))  # a program that is not compiled yet
     assert result.exit_code == 1 and "the loss, or a weight, is not finite at" in result.stderr
     state = Folder(tmp_path, read_json(tmp_path / "training.json"), True).last(None)
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
-    assert int(state["layers"]) + int(state["steps"]) == {"warm": 0, "step": 2}[what]
+    assert int(state["layers"]) + int(state["step"]) == {"warm": 0, "step": 2}[what]
 
 
 @pytest.mark.parametrize(
@@ -410,10 +416,16 @@ def test_lessons_are_remembered_while_there_is_room(monkeypatch):
     assert asked == [0, 1, 2, 2]
 
 
+def test_equal_recipes_share_their_optimizer_and_so_their_programs():
+    one, two = (trainer.tx(trimkv.Recipe(budget=8, warm=0, seed=seed)) for seed in (0, 0))
+    assert one is two is not trainer.tx(trimkv.Recipe(budget=8, warm=0, seed=1))
+
+
 MESH = """
 import jax, jax.numpy as jnp, numpy as np, sys
 from jkv import models
-from jkv.methods.eviction.trained_gates import Retention, start
+from jkv.methods.eviction.trained_gates import Retention
+from jkv.nn.gates import RetentionGate
 from jkv.training import trainer
 from jkv.training.checkpoints import Folder
 from jkv.training.recipes import trimkv
@@ -424,16 +436,16 @@ params = models.random(models.TINY)
 ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (4, 32)), jnp.int32)
 texts = Batch(ids=ids, pos=jnp.tile(jnp.arange(32), (4, 1)))
 recipe = trimkv.Recipe(budget=8, warm=0, steps=1, batch=2, accumulate=2, rise=1, rate=1e-2)
-score = Retention(gate=start(params.config, 4, 3.0, jax.random.key(0)))
+score = Retention(gate=RetentionGate.start(params.config, 4, jax.random.key(0)))
 run = trainer.Training(params, texts, recipe, Folder(sys.argv[1], {}, False))
 run.run(score)
 where = {len(x.sharding.device_set) for x in jax.tree.leaves(run.params)}
 which = trainer.Order(4, 4, 0)(0)
 batches = jax.tree.map(lambda x: x.reshape(2, 2, 32), trainer.rows(texts, which))
 told = jax.tree.map(lambda *x: np.stack(x).reshape(2, 2, *x[0].shape), *(run.lessons[i] for i in which))
-_, want = trainer.update(params, trainer.start(score, recipe), batches, told, recipe)
+_, want = trainer.train_step(trainer.create(score, recipe.tune()), params, batches, told, recipe)
 got = run.folder.metrics()[0]
-print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "fine"))
+print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "finite"))
 """
 
 

@@ -12,8 +12,8 @@ import jkv
 from jkv.io import load as loading
 from jkv.io import trained_weights
 from jkv.io.safetensors import read_json
-from jkv.methods.eviction.trained_gates import start
 from jkv.methods.eviction.utility import Utility
+from jkv.nn.gates import RetentionGate
 from jkv.protocols import Born
 from jkv.training.distillation import suffix
 from jkv.training.recipes import utility
@@ -44,8 +44,8 @@ def test_what_is_read_of_a_token_is_not_learned():
     held = suffix.Prefix(x=jnp.asarray(RNG.normal(0, 1, (1, C.layers, 9, C.width)), jnp.float32), k=0, v=0)
     score = trained_weights.trained(WORTH, Utility())
     slope = jax.grad(lambda s: utility.Recipe().worth(s, held, jnp.ones((1, 9), bool)).sum())(score).gate
-    for name, x in vars(slope).items():
-        assert np.isfinite(x).all() and np.asarray(x).any() == (name not in ("into", "bias", "fade_into", "fade_bias"))
+    for name, x in slope.arrays.items():
+        assert np.isfinite(x).all() and np.asarray(x).any() == ("hidden" not in name)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def given(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: made)
     monkeypatch.setattr(loading, "read", lambda what: SimpleNamespace(config=dict(jkv.models.TINY, vocab_size=256)))
     zap = published_zap(str(tmp_path / "zap"), 8, made.config.width, made.config.heads, made.config.layers)
-    fading, card = start(made.config, 8, 4.0, jax.random.key(0)), {"method": "trimkv"}
-    trained_weights.write(tmp_path / "fading", vars(fading), card | {"model": trained_weights.identities(made)})
+    fading, card = RetentionGate.start(made.config, 8, jax.random.key(0), offset=4.0), {"method": "trimkv"}
+    trained_weights.write(tmp_path / "fading", fading.arrays, card | {"model": trained_weights.identities(made)})
     return {"--foreseen": zap, "--fading": str(tmp_path / "fading")}
 
 
@@ -67,7 +67,7 @@ def test_without_steps_they_are_both_as_they_are(tmp_path, given):
     arrays, fading = (
         trained_weights.read(x, y)[0] for x, y in ((tmp_path / "a", "utility"), (given["--fading"], "trimkv"))
     )
-    assert all((arrays[f"fade_{name}"] == x).all() for name, x in fading.items()) and not arrays["level"].any()
+    assert all((arrays[f"fading.{name}"] == x).all() for name, x in fading.items()) and not arrays["level"].any()
     short[1] = "2"
     result = call("train", "utility", "--out", tmp_path / "b", "--start", tmp_path / "a", *short)
     assert result.exit_code == 0, result.output
@@ -75,7 +75,11 @@ def test_without_steps_they_are_both_as_they_are(tmp_path, given):
         trained_weights.read(tmp_path / "b", "utility")[0],
         read_json(tmp_path / "b" / "card.json")["losses"],
     )
-    assert np.isfinite(losses["loss"]) and (after["into"] == arrays["into"]).all() and after["level"].any()
+    assert (
+        np.isfinite(losses["loss"])
+        and all((after[n] == x).all() for n, x in arrays.items() if "hidden" in n)
+        and after["level"].any()
+    )
 
 
 def test_what_is_not_given_is_named(tmp_path, given):

@@ -29,7 +29,7 @@ from jkv.attention.mask import causal
 from jkv.models import Params, Projected, family
 from jkv.training import trainer
 from jkv.training.losses import Batch, Teacher, distil
-from jkv.training.optimizer import adamw, advance, cosine
+from jkv.training.optimizer import TrainState, adamw, cosine, create
 from jkv.training.soft_cache_model import Bias, hidden
 
 QUERIES = 64  # queries sampled per step
@@ -165,20 +165,19 @@ def fit(
     Returns:
         The score with the trained gate, and the loss of each step.
     """
-    tune = adamw(cosine(recipe.early, recipe.warm // 20 + 1, recipe.warm))
+    tx = adamw(cosine(recipe.early, recipe.warm // 20 + 1, recipe.warm))
     n, t = data.x.shape[:2]
 
-    def step(carry: Any, key: Array) -> tuple[Any, Array]:
-        score, moments = carry
+    def step(state: TrainState, key: Array) -> tuple[TrainState, Array]:
         which, where, drawn = jax.random.split(key, 3)
         row = jax.random.randint(which, (), 0, n)
         one = jax.tree.map(lambda x: x[row], data)
         at = jax.random.randint(where, (min(QUERIES, t),), 0, one.size)
-        loss, slope = jax.value_and_grad(layer_loss)(score, one, at, recipe, drawn, scale, window)
-        return advance(tune, slope, moments, score), loss
+        loss, grads = jax.value_and_grad(layer_loss)(state.score, one, at, recipe, drawn, scale, window)
+        return state.apply_gradients(grads={"score": grads}), loss
 
-    (score, _), losses = jax.lax.scan(step, (score, tune.init(score)), jax.random.split(key, recipe.warm))
-    return score, losses
+    state, losses = jax.lax.scan(step, create(score, tx), jax.random.split(key, recipe.warm))
+    return state.score, losses
 
 
 def each_layer(

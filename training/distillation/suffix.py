@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,8 @@ class Recipe(trainer.Recipe):
         window: Newest tokens of the prefix that are always held.
         answer: Last tokens of a text, which the loss covers.
         kappa: Width of the contest's soft threshold in nats.
-        offsets: Learning rate multiplier of offsets.
+        offsets: Learning rate multiplier of the offsets.
+        quick: Names of the offsets.
     """
 
     warm: int = 0
@@ -66,6 +67,8 @@ class Recipe(trainer.Recipe):
     answer: int = 128
     kappa: float = 0.5
     offsets: float = 30.0
+
+    quick: ClassVar[tuple[str, ...]] = ("out.bias",)
 
     def checked(self, length: int) -> Self:
         """Return the recipe; raises ValueError if texts of this length leave no token that a cache could evict."""
@@ -77,12 +80,12 @@ class Recipe(trainer.Recipe):
         return self
 
     def tune(self) -> Any:
-        faster = optax.stateless(lambda change, _: self.quick(change, lambda x: x * self.offsets))
-        return optax.chain(adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip), faster)
+        def faster(change: Any, _: Any) -> Any:
+            score = change["score"]
+            return {"score": replace(score, gate=score.gate.update(lambda x: x * self.offsets, *self.quick))}
 
-    def quick(self, score: Any, change: Any) -> Any:
-        """Apply `change` to the offsets of a score, or of a change of its weights."""
-        return replace(score, gate=replace(score.gate, offset=change(score.gate.offset)))
+        adam = adamw(cosine(self.rate, self.steps // 20 + 1, self.steps), self.clip)
+        return optax.chain(adam, optax.stateless(faster))
 
     def worth(self, score: Any, held: Prefix, live: Array) -> Array:
         """Score the tokens of a prefix for the contest: s f32[L,B,H,T] in nats, live bool[B,T]."""

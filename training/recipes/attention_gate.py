@@ -85,7 +85,7 @@ def closing(score: Gated, batch: Batch, asked: Array, key: Array) -> Bias:
     of = jnp.where(asked, batch.document, -1)
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
-        z = drawn(jax.tree.map(lambda x: x[i], score.gate)(a.x, of), jax.random.fold_in(key, i))
+        z = drawn(score.weights.part(i)(a.x, of), jax.random.fold_in(key, i))
         shut = jnp.where(asked[:, None], jax.nn.log_sigmoid(z), 0)[:, :, None]
         return jnp.where((age > 0)[:, None], shut, 0), jnp.where(asked[:, None], flagged(z), 1)
 

@@ -31,7 +31,7 @@ from jkv.models import Params, family
 from jkv.training.checkpoints import Folder
 from jkv.training.distillation.layerwise import through
 from jkv.training.losses import Batch
-from jkv.training.optimizer import adamw, advance, cosine, sound
+from jkv.training.optimizer import TrainState, adamw, cosine, create, finite
 
 RECENT = 64  # newest tokens, which a step always reads
 BASELINE = "linear"
@@ -234,31 +234,11 @@ def recovered(rank: Array, some: Moments, pages: int) -> Array:
     return (jnp.take_along_axis(mass, best, 1).sum(1) / mass.sum(1)).mean()
 
 
-@value
-class State:
-    """Training state.
-
-    Attributes:
-        net: The network.
-        moments: State of the optimizer.
-        steps: i32[], steps done.
-    """
-
-    net: Convolution
-    moments: Any
-    steps: Array
-
-
-@partial(jax.jit, static_argnames=("recipe",))
-def update(state: State, some: Moments, recipe: Recipe) -> tuple[State, Array]:
+@jax.jit
+def train_step(state: TrainState, some: Moments) -> tuple[TrainState, Array]:
     """Take one step, and return the state and the loss before the step."""
-    loss, slope = jax.value_and_grad(error)(state.net, some)
-    net, moments = advance(_tune(recipe), slope, state.moments, state.net)
-    return State(net=net, moments=moments, steps=state.steps + 1), loss
-
-
-def _tune(recipe: Recipe) -> Any:
-    return adamw(cosine(recipe.rate, recipe.steps // 20 + 1, recipe.steps))
+    loss, grads = jax.value_and_grad(error)(state.score, some)
+    return state.apply_gradients(grads={"score": grads}), loss
 
 
 @dataclass
@@ -286,17 +266,17 @@ class Training:
         """
         recipe = self.recipe
         net = start(self.line, self.every.x.shape[2], jax.random.key(recipe.seed))
-        state = State(net=net, moments=_tune(recipe).init(net), steps=jnp.int32(0))
+        state = create(net, adamw(cosine(recipe.rate, recipe.steps // 20 + 1, recipe.steps)))
         if (found := self.folder.last(state)) is not None:
             state = jax.tree.map(jnp.asarray, found)
-            for _ in range(int(state.steps)):
+            for _ in range(state.number):
                 self.say("done before")
         total = self.every.x.shape[0]
-        with self.folder.keeping(lambda: (int(state.steps), state)):
-            for step in range(int(state.steps), recipe.steps):
+        with self.folder.keeping(lambda: (state.number, state)):
+            for step in range(state.number, recipe.steps):
                 which = np.random.default_rng((recipe.seed, step)).integers(0, total, recipe.batch)
-                made, loss = update(state, jax.tree.map(lambda x, i=which: x[i], self.every), recipe)
-                if not (np.isfinite(loss) and sound(made.net)):
+                made, loss = train_step(state, jax.tree.map(lambda x, i=which: x[i], self.every))
+                if not finite((loss, made.score)):
                     raise ValueError(
                         f"the error, or a weight, is not finite at step {step + 1}; the state after {step} steps is "
                         f"kept in {self.folder.path}: train into another --out with a lower --rate"
@@ -306,4 +286,4 @@ class Training:
                 self.say(f"step {step + 1}: error {float(loss):.3g}")
                 if (step + 1) % recipe.every == 0:
                     self.folder.save(step + 1, state)
-        return state.net
+        return state.score

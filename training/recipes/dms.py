@@ -63,7 +63,7 @@ class Recipe(layerwise.Recipe):
 
     def finished(self, params: Params, texts: Batch, score: Delayed) -> Delayed:
         parts = jnp.stack([staying(params, score, rows(texts, [i])) for i in range(texts.ids.shape[0])])
-        return replace(score, gate=replace(score.weights, layers=parts.mean(0) + parts.std(0)))
+        return replace(score, gate=score.weights.update(lambda _: parts.mean(0) + parts.std(0), "layers"))
 
     def counted(self, memos: tuple[Array, ...], batch: Batch, step: Array | int) -> tuple[Array, dict[str, Array]]:
         short, marked = lacking(memos, batch, self.target(step))
@@ -86,7 +86,7 @@ def delaying(score: Delayed, batch: Batch, key: Array) -> Bias:
     """Return DMS's bias on logits beyond the window; the memo is z f32[B,H,T]."""
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
-        said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
+        said = replace(score, gate=score.weights.part(i)).said(a.x)
         z = marks(said, batch, jax.random.fold_in(key, i))
         old = (age > score.window)[:, None]
         return jnp.where(old, jax.nn.log_sigmoid(-z)[:, :, None], 0), z
@@ -99,7 +99,7 @@ def staying(params: Params, score: Delayed, batch: Batch) -> Array:
     """Compute the share of a batch's tokens that is not marked, f32[L], with attention that ignores marked ones."""
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, Array]:
-        said = jax.tree.map(lambda x: x[i], score.gate)(a.x)
+        said = replace(score, gate=score.weights.part(i)).said(a.x)
         marked = (jnp.roll(said, -1, -1) > 0) & batch.labelled[:, None]
         lost = (age > score.window)[:, None] & marked[:, :, None]
         return jnp.where(lost, -1e30, 0), 1 - marked.sum() / (marked.shape[1] * batch.labelled.sum())

@@ -27,13 +27,15 @@ from jkv.arrays.online_softmax import with_sinks
 from jkv.arrays.pytree import part, value
 from jkv.attention.dense import attend_window
 from jkv.attention.mask import causal, visible
-from jkv.methods.eviction.author_gates import Linear, Repeated, Surrogate
+from jkv.methods.eviction.author_gates import Repeated
 from jkv.methods.prefill.probes import AGAIN, answering, within
 from jkv.models import ModelConfig, Params, family
+from jkv.nn.gates import Surrogate
+from jkv.nn.network import Network
 from jkv.training.calibrate.heads import layers
 from jkv.training.distillation import suffix
 from jkv.training.losses import Batch
-from jkv.training.optimizer import adamw, advance, cosine
+from jkv.training.optimizer import TrainState, adamw, cosine, create
 
 TILE = 128  # queries whose logits exist at a time
 LEAST = 1e-20  # target of a token without attention
@@ -64,12 +66,12 @@ class Recipe(suffix.Recipe):
             return
         for i, x, y in lessons(params, texts, self, done):
             key = jax.random.fold_in(jax.random.key(self.seed), i)
-            made = fit(of_layer(gate, i), x[live], y[live], key, self) if self.width else solve(x[live], y[live])
+            made = fit(gate.part(i), x[live], y[live], key, self) if self.width else solve(x[live], y[live])
             gate = jax.tree.map(lambda a, b: a.at[i].set(b), gate, made[0])  # noqa: B023
             yield replace(score, gate=gate), np.asarray(made[1])
 
     def worth(self, score: Repeated, held: suffix.Prefix, live: Array) -> Array:
-        return jnp.stack([of_layer(score.weights, i)(held.x[:, i]) for i in range(held.x.shape[1])])
+        return jnp.stack([score.weights.part(i)(held.x[:, i]) for i in range(held.x.shape[1])])
 
     def explained(self, params: Params, texts: Batch, score: Repeated) -> dict[str, Any]:
         return explained(params, texts, score, self)
@@ -209,68 +211,50 @@ def lessons(
             yield i, np.stack([x for x, _ in found]), np.stack([y for _, y in found])
 
 
-def of_layer(gate: Any, i: int) -> Any:
-    """Return the surrogate of one layer."""
-    return jax.tree.map(lambda a: a[i], gate)
-
-
-def start(model: ModelConfig, width: int, key: Array) -> Surrogate | Linear:
-    """Initialize surrogates; with one layer if the width is 0.
-
-    >>> from jkv import models
-    >>> start(models.read_config(models.TINY), 8, jax.random.key(0)).out.shape
-    (2, 2, 8)
-    """
-    first, second = jax.random.split(key)
-    n, heads, e = model.layers, model.heads, model.width
+def start(model: ModelConfig, width: int, key: Array) -> Network:
+    """Initialize surrogates; linear ones, of zeros, if the width is 0."""
     if not width:
-        return Linear(out=jnp.zeros((n, heads, e)), offset=jnp.zeros((n, heads)))
-    return Surrogate(
-        into=jax.random.normal(first, (n, width, e)) / e**0.5,
-        bias=jnp.zeros((n, width)),
-        out=jax.random.normal(second, (n, heads, width)) / width**0.5,
-        offset=jnp.zeros((n, heads)),
-    )
+        return jax.tree.map(jnp.zeros_like, Surrogate.start(model, 0, key, depth=0))
+    return Surrogate.start(model, width, key)
 
 
-def solve(x: np.ndarray, y: np.ndarray) -> tuple[Linear, np.ndarray]:
+def solve(x: np.ndarray, y: np.ndarray) -> tuple[Network, np.ndarray]:
     """Fit a one-layer surrogate by ridge regression of y f[N,H] on x f[N,E]; also return its mean squared error."""
     mean, level = x.mean(0, dtype=np.float64), y.mean(0, dtype=np.float64)
     a, b = (x - mean).astype(np.float64), y - level
-    out = np.linalg.solve(a.T @ a + RIDGE * np.eye(x.shape[1]), a.T @ b).T
-    error = np.square(a @ out.T - b).mean()
-    made = Linear(out=jnp.asarray(out, jnp.float32), offset=jnp.asarray(level - out @ mean, jnp.float32))
-    return made, np.array([error])
+    out = np.linalg.solve(a.T @ a + RIDGE * np.eye(x.shape[1]), a.T @ b)
+    error = np.square(a @ out - b).mean()
+    arrays = {"out.kernel": jnp.asarray(out, jnp.float32), "out.bias": jnp.asarray(level - mean @ out, jnp.float32)}
+    return Network(arrays=arrays, kind=Surrogate), np.array([error])
 
 
-def fit(gate: Surrogate, x: np.ndarray, y: np.ndarray, key: Array, recipe: Recipe) -> tuple[Surrogate, Array]:
+def fit(gate: Network, x: np.ndarray, y: np.ndarray, key: Array, recipe: Recipe) -> tuple[Network, Array]:
     """Train a layer's two-layer surrogate by least squares of y f[N,H] from x f[N,E]; also return the losses.
 
     y is standardized by one mean and deviation over all heads of the layer, which the output weights then undo.
     """
     mean, deviation = float(y.mean(dtype=np.float64)), float(y.std(dtype=np.float64)) or 1.0
     gate, losses = _fitted(gate, jnp.asarray(x), jnp.asarray((y - mean) / deviation), key, recipe)
-    gate = replace(gate, out=gate.out * deviation, offset=gate.offset * deviation + mean)
+    gate = gate.update(lambda x: x * deviation, "out.kernel").update(lambda x: x * deviation + mean, "out.bias")
     return gate, losses * deviation**2
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def _fitted(gate: Surrogate, x: Array, y: Array, key: Array, recipe: Recipe) -> tuple[Surrogate, Array]:
+def _fitted(gate: Network, x: Array, y: Array, key: Array, recipe: Recipe) -> tuple[Network, Array]:
     n = x.shape[0]
     size = min(recipe.tokens, n)
     steps = recipe.warm * max(n // size, 1)
-    tune = adamw(cosine(recipe.early, steps // 20 + 1, steps), recipe.clip, 0.01)
+    tx = adamw(cosine(recipe.early, steps // 20 + 1, steps), recipe.clip, 0.01)
 
-    def loss(gate: Surrogate, at: Array) -> Array:
+    def loss(gate: Network, at: Array) -> Array:
         return jnp.square(gate(x[at][None])[0].T - y[at]).mean()
 
-    def step(carry: Any, key: Array) -> tuple[Any, Array]:
-        gate, moments = carry
-        told, slope = jax.value_and_grad(loss)(gate, jax.random.randint(key, (size,), 0, n))
-        return advance(tune, slope, moments, gate), told
+    def step(state: TrainState, key: Array) -> tuple[TrainState, Array]:
+        value, grads = jax.value_and_grad(loss)(state.score, jax.random.randint(key, (size,), 0, n))
+        return state.apply_gradients(grads={"score": grads}), value
 
-    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), jax.random.split(key, steps))
-    return gate, losses
+    state, losses = jax.lax.scan(step, create(gate, tx), jax.random.split(key, steps))
+    return state.score, losses
 
 
 def explained(params: Params, texts: Batch, score: Repeated, recipe: Recipe) -> dict[str, Any]:
@@ -282,7 +266,7 @@ def explained(params: Params, texts: Batch, score: Repeated, recipe: Recipe) -> 
     """
     gate, of_layers = score.weights, []
     for i, x, y in lessons(params, texts, recipe):
-        of_layers.append((np.asarray(of_layer(gate, i)(jnp.asarray(x))).swapaxes(1, 2), y))
+        of_layers.append((np.asarray(gate.part(i)(jnp.asarray(x))).swapaxes(1, 2), y))
     live = np.asarray(texts.pos) >= 0
     # R2 per head.
     said, y = (np.stack([layer[k] for layer in of_layers], 1) for k in (0, 1))  # [N,L,T,H]

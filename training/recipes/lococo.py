@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +24,13 @@ from jkv.arrays.gather import put, take, take_along
 from jkv.arrays.pytree import part
 from jkv.attention.dense import attend_window
 from jkv.attention.mask import causal, visible
-from jkv.methods.merging.lococo import Blend, Mixtures, arranged
+from jkv.methods.merging.lococo import Mixtures, arranged, mixed
 from jkv.models import Params
+from jkv.nn.network import Network
 from jkv.training import trainer
 from jkv.training.distillation.layerwise import Layer, each_layer
 from jkv.training.losses import Batch
-from jkv.training.optimizer import adamw, advance, cosine
+from jkv.training.optimizer import TrainState, adamw, cosine, create
 
 
 @part
@@ -52,14 +52,14 @@ class Recipe(trainer.Recipe):
     def warmed(self, params: Params, texts: Batch, score: Mixtures, done: int) -> Iterator[tuple[Mixtures, np.ndarray]]:
         c = params.config
 
-        def one(i: int, own: Blend, data: Layer, key: Array) -> tuple[Blend, Array]:
+        def one(i: int, own: Network, data: Layer, key: Array) -> tuple[Network, Array]:
             return fit(own, data, key, self, c.scale, c.windows[i])
 
         for gate, losses in each_layer(params, texts, score.gate, one, self.seed, done):
             yield replace(score, gate=gate), losses
 
 
-def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, window: int | None) -> Array:
+def loss(gate: Network, data: Layer, o: Array, recipe: Recipe, scale: float, window: int | None) -> Array:
     """Compute a layer's loss on one text whose length T is a multiple of the chunk.
 
     Args:
@@ -97,25 +97,25 @@ def loss(gate: Blend, data: Layer, o: Array, recipe: Recipe, scale: float, windo
     return off.sum() / jnp.maximum(all_.sum(), 1e-30)
 
 
-def _melted(gate: Blend, k: Array, v: Array, pos: Array, looked: Array, budget: int) -> tuple[Array, Array, Array]:
+def _melted(gate: Network, k: Array, v: Array, pos: Array, looked: Array, budget: int) -> tuple[Array, Array, Array]:
     """Merge k, v, pos to `budget` entries, as the cache does in a flush."""
     live, total = pos >= 0, pos.shape[2]
     _, best = jax.lax.top_k(jnp.where(live, looked, -jnp.inf), budget)
     stays = put(jnp.zeros(live.shape, bool), best, jnp.ones(best.shape, bool)) & live
-    m = gate.bias.shape[-1]
+    m = gate.arrays["conv.bias"].shape[-1]
     places = arranged(looked, pos, stays, live & ~stays, m, total - budget + m)
-    mixed = gate(take(k, places.order), take(v, places.order), places)
+    merged = mixed(gate, take(k, places.order), take(v, places.order), places)
     index = jnp.where((live & ~stays).any(-1, keepdims=True), places.index(total), total)
-    k, v = (take(put(x, index, y), best) for x, y in zip((k, v), mixed, strict=True))
+    k, v = (take(put(x, index, y), best) for x, y in zip((k, v), merged, strict=True))
     return k, v, take_along(pos, best)
 
 
 @partial(jax.jit, static_argnames=("recipe", "scale", "window"))
 def fit(
-    gate: Blend, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
-) -> tuple[Blend, Array]:
+    gate: Network, data: Layer, key: Array, recipe: Recipe, scale: float, window: int | None = None
+) -> tuple[Network, Array]:
     """Train a layer's mixtures for `recipe.warm` steps, each on one text; also return the losses."""
-    tune: Any = adamw(cosine(recipe.rate, recipe.warm // 20 + 1, recipe.warm), recipe.clip)
+    tx = adamw(cosine(recipe.rate, recipe.warm // 20 + 1, recipe.warm), recipe.clip)
     short = -data.k.shape[2] % recipe.chunk
     pad = lambda x, axis: jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)])  # noqa: E731
     data = replace(data, q=pad(data.q, 3), k=pad(data.k, 2), v=pad(data.v, 2))
@@ -132,12 +132,11 @@ def fit(
     # Dense attention outputs of all texts, the targets.
     o = jax.lax.map(whole, data)
 
-    def step(carry: Any, row: Array) -> tuple[Any, Array]:
-        gate, moments = carry
+    def step(state: TrainState, row: Array) -> tuple[TrainState, Array]:
         text = one(jax.tree.map(lambda a: a[row], data))
-        told, slope = jax.value_and_grad(loss)(gate, text, o[row][None], recipe, scale, window)
-        return advance(tune, slope, moments, gate), told
+        value, grads = jax.value_and_grad(loss)(state.score, text, o[row][None], recipe, scale, window)
+        return state.apply_gradients(grads={"score": grads}), value
 
     which = jax.random.randint(key, (recipe.warm,), 0, data.k.shape[0])
-    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), which)
-    return gate, losses
+    state, losses = jax.lax.scan(step, create(gate, tx), which)
+    return state.score, losses

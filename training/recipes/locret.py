@@ -24,12 +24,13 @@ from jax import Array
 
 from jkv.arrays.pytree import part
 from jkv.attention.mask import visible
-from jkv.methods.eviction.trained_gates import Estimate, Foreseen
+from jkv.methods.eviction.trained_gates import Foreseen
 from jkv.models import Params
+from jkv.nn.network import Network
 from jkv.training import trainer
 from jkv.training.distillation.layerwise import Layer, each_layer
 from jkv.training.losses import Batch
-from jkv.training.optimizer import adamw, advance
+from jkv.training.optimizer import TrainState, adamw, create
 
 
 @part
@@ -58,7 +59,7 @@ class Recipe(trainer.Recipe):
     def warmed(self, params: Params, texts: Batch, score: Foreseen, done: int) -> Iterator[tuple[Foreseen, np.ndarray]]:
         c = params.config
 
-        def one(i: int, own: Estimate, data: Layer, key: Array) -> tuple[Estimate, Array]:
+        def one(i: int, own: Network, data: Layer, key: Array) -> tuple[Network, Array]:
             return fit(own, data, key, self, c.scale, c.layers, c.windows[i])
 
         for gate, losses in each_layer(params, texts, score.gate, one, self.seed, done):
@@ -84,7 +85,7 @@ def looked_for(data: Layer, answer: int, scale: float, window: int | None = None
     return jax.lax.map(lambda x: one(*x), (data.q, data.k, data.size))
 
 
-def loss(gate: Estimate, x: Array, y: Array, asked: Array, smooth: float) -> Array:
+def loss(gate: Network, x: Array, y: Array, asked: Array, smooth: float) -> Array:
     """Compute the loss of one text.
 
     Args:
@@ -110,17 +111,17 @@ def _mean(x: Array, where: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("recipe", "scale", "layers", "window"))
 def fit(
-    gate: Estimate, data: Layer, key: Array, recipe: Recipe, scale: float, layers: int, window: int | None = None
-) -> tuple[Estimate, Array]:
+    gate: Network, data: Layer, key: Array, recipe: Recipe, scale: float, layers: int, window: int | None = None
+) -> tuple[Network, Array]:
     """Train a layer's estimate for `recipe.warm` steps, each on one text; also return the losses."""
-    tune: Any = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
+    tx = optax.chain(optax.clip(recipe.clip), adamw(recipe.rates(), jnp.inf, 0.01))
     y, asked = looked_for(data, recipe.answer, scale, window)
 
-    def step(carry: Any, row: Array) -> tuple[Any, Array]:
-        gate, moments = carry
-        told, slope = jax.value_and_grad(loss)(gate, data.x[row], y[row], asked[row], recipe.smooth * layers)
-        return advance(tune, slope, moments, gate), told
+    def step(state: TrainState, row: Array) -> tuple[TrainState, Array]:
+        grad = jax.value_and_grad(loss)
+        value, grads = grad(state.score, data.x[row], y[row], asked[row], recipe.smooth * layers)
+        return state.apply_gradients(grads={"score": grads}), value
 
     which = jax.random.randint(key, (recipe.warm,), 0, data.x.shape[0])
-    (gate, _), losses = jax.lax.scan(step, (gate, tune.init(gate)), which)
-    return gate, losses
+    state, losses = jax.lax.scan(step, create(gate, tx), which)
+    return state.score, losses

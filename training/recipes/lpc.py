@@ -19,7 +19,7 @@ from jax import Array
 from jkv.eval.store_replay import Visit, continued, pauses
 from jkv.io import array_file
 from jkv.prefix_cache.store_eviction import LAST, WORDS, Learned, pairs, size
-from jkv.training.optimizer import adamw, advance, cosine
+from jkv.training.optimizer import TrainState, adamw, cosine, create
 
 BATCH, DECAY = 256, 10.0  # prompts per step; AdamW's weight decay
 HELD, PAUSES = 0.1, 512  # share of held-back conversations; stored quantiles of pauses
@@ -113,17 +113,17 @@ def train(
     sizes = np.array([size(visits[i].ids) for i in some], np.float32)
     rng = np.random.default_rng(seed)
     fit, told, rest = split([visits[i] for i in some], rng)
-    tune = adamw(cosine(rate, 20, steps), decay=DECAY)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(w: Arrays, moments: Any, at: Array, sizes: Array, goes_on: Array) -> tuple[Arrays, Any]:
-        return advance(tune, jax.grad(loss)(w, at, sizes, goes_on), moments, w)
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, at: Array, sizes: Array, goes_on: Array) -> TrainState:
+        return state.apply_gradients(grads={"score": jax.grad(loss)(state.score, at, sizes, goes_on)})
 
-    w = jax.tree.map(jnp.asarray, drawn(width, float(goes_on.mean()), seed))
-    moments = tune.init(w)
+    begun = jax.tree.map(jnp.asarray, drawn(width, float(goes_on.mean()), seed))
+    state = create(begun, adamw(cosine(rate, 20, steps), decay=DECAY))
     for _ in range(steps):
         rows = rng.choice(rest, BATCH)
-        w, moments = step(w, moments, at[rows], sizes[rows], goes_on[rows])
+        state = step(state, at[rows], sizes[rows], goes_on[rows])
+    w = state.score
 
     # Fit the temperature and fold it into the output weights.
     def entropy(rows: np.ndarray) -> Callable[[float], float]:

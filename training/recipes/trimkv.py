@@ -9,17 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import part, value
-from jkv.methods.eviction.trained_gates import Deep
-from jkv.models import Projected
+from jkv.models import ModelConfig, Projected
+from jkv.nn.gates import RetentionGate
+from jkv.nn.network import Network
 from jkv.training.distillation import layerwise
 from jkv.training.losses import Batch, over_capacity
 from jkv.training.optimizer import adamw, cosine
 from jkv.training.soft_cache_model import Bias
+
+OUT = ("out.kernel", "out.bias")  # arrays that all layers share in `Together`
 
 
 @value
@@ -91,15 +93,20 @@ class Together(Recipe):
         return cap, {"capacity": cap}
 
 
-def tied(gate: Deep) -> Deep:
+def start_tied(model: ModelConfig, width: int, offset: float, key: Array) -> Network:
+    """Initialize a gate with two hidden layers that forgets nothing, with the same output weights in all layers."""
+    gate = RetentionGate.start(model, width, key, depth=2, offset=offset)
+    return gate.update(lambda x: jnp.broadcast_to(x[:1], x.shape), *OUT)
+
+
+def tied(gate: Network) -> Network:
     """Share the mean output weights and offsets among a gate's layers, so that equal ones stay equal in training."""
-    out, offset = (jnp.broadcast_to(x.mean(0, keepdims=True), x.shape) for x in (gate.out, gate.offset))
-    return replace(gate, out=out, offset=offset)
+    return gate.update(lambda x: jnp.broadcast_to(x.mean(0, keepdims=True), x.shape), *OUT)
 
 
-def is_tied(gate: Any) -> bool:
+def is_tied(gate: Network) -> bool:
     """Return whether all layers have the same output weights and offset, so that `tied` changes nothing."""
-    return all(bool((x == x[:1]).all()) for x in (gate.out, gate.offset))
+    return all(bool((x == x[:1]).all()) for x in (gate.arrays[name] for name in OUT))
 
 
 def fading(score: Any) -> Bias:
@@ -109,7 +116,7 @@ def fading(score: Any) -> Bias:
     """
 
     def bias(i: int, a: Projected, age: Array) -> tuple[Array, HeadCapacity]:
-        log_beta = jax.tree.map(lambda x: x[i], score.gate)(a.x)
+        log_beta = score.gate.part(i)(a.x)
         see = (age >= 0)[:, None]
         fade = jnp.maximum(age, 0).astype(jnp.float32)[:, None] * log_beta[:, :, None]
         return fade, HeadCapacity(total=jnp.where(see, jnp.exp(fade), 0).sum(-1), at=age.max(-1))

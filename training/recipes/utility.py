@@ -11,9 +11,7 @@ weights of each kv head, the offsets and the levels are trained.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +19,20 @@ from jax import Array
 
 from jkv.arrays.pytree import part
 from jkv.io import trained_weights
-from jkv.methods.eviction.author_gates import Repeated, Surrogate, of_another
+from jkv.methods.eviction.author_gates import Repeated, of_another
 from jkv.methods.eviction.trained_gates import Retention
-from jkv.methods.eviction.utility import Twofold, Utility, joined
+from jkv.methods.eviction.utility import Utility
 from jkv.models import Params
+from jkv.nn.gates import UtilityGate
+from jkv.nn.network import Network
 from jkv.training.distillation import suffix
-from jkv.training.recipes.kvzap import of_layer
 
 
 @part
 class Recipe(suffix.Recipe):
     """Recipe of the output weights, offsets and levels of both gates."""
+
+    quick = ("foreseen.out.bias", "level")
 
     def worth(self, score: Utility, held: suffix.Prefix, live: Array) -> Array:
         size, at = live.sum(1, keepdims=True), jnp.cumsum(live, 1) - 1
@@ -39,23 +40,25 @@ class Recipe(suffix.Recipe):
         gate = _weighed(score.weights)
 
         def nats(i: int) -> Array:
-            own, x = of_layer(gate, i), held.x[:, i]
+            own, x = gate.part(i).module, held.x[:, i]
             return own.worth(own.foreseen(x), own.fading(x), age)
 
         return jnp.stack([nats(i) for i in range(held.x.shape[1])])
 
-    def quick(self, score: Any, change: Any) -> Any:
-        gate = score.gate
-        return replace(score, gate=replace(gate, offset=change(gate.offset), level=change(gate.level)))
+
+def _weighed(gate: Network) -> Network:
+    """Return the gate with its hidden layers excluded from the gradient."""
+    return gate.update(jax.lax.stop_gradient, *(name for name in gate.arrays if "hidden" in name))
 
 
-def _weighed(gate: Twofold) -> Twofold:
-    """Return the gate with its first layers excluded from the gradient."""
-    names = ("into", "bias", "fade_into", "fade_bias")
-    return replace(gate, **{name: jax.lax.stop_gradient(getattr(gate, name)) for name in names})
+def join(foreseen: Network, fading: Network) -> Network:
+    """Combine surrogates and retention gates, with a level of 0."""
+    parts = {"foreseen": foreseen, "fading": fading}
+    arrays = {f"{part}.{name}": x for part, gate in parts.items() for name, x in gate.arrays.items()}
+    return Network(arrays=arrays | {"level": jnp.zeros_like(foreseen.arrays["out.bias"])}, kind=UtilityGate)
 
 
-def starting_gates(params: Params, foreseen: Path | None, fading: Path | None) -> Twofold:
+def starting_gates(params: Params, foreseen: Path | None, fading: Path | None) -> Network:
     """Load the gates of two folders, of `jkv train kvzap` and `jkv train trimkv`.
 
     Args:
@@ -68,13 +71,14 @@ def starting_gates(params: Params, foreseen: Path | None, fading: Path | None) -
     """
     if foreseen is None:
         raise ValueError("utility begins with what was learned before: give --foreseen FOLDER of `jkv train kvzap`")
-    c, looks = params.config, Repeated().of(str(foreseen)).bound(params)
-    if not isinstance(looks.gate, Surrogate):
+    c, looks = params.config, Repeated().of(str(foreseen)).bound(params).weights
+    if "hidden.0.kernel" not in looks.arrays:
         raise ValueError(
             f"{foreseen}: surrogates of one layer, and utility takes those of two, as `jkv train kvzap` makes them"
         )
-    found, own = looks.gate.into.shape[::2] + looks.gate.out.shape[1:2], (c.layers, c.width, c.heads)
+    found = looks.arrays["hidden.0.kernel"].shape[:2] + looks.arrays["out.bias"].shape[1:]
+    own = c.layers, c.width, c.heads
     if found != own:
         raise of_another(f"{foreseen} (layers, width, kv heads)", found, c, own)
     lasts = trained_weights.trained(None if fading is None else str(fading), Retention()).bound(params)
-    return joined(looks.gate, lasts.weights)
+    return join(looks, lasts.weights)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.scipy.special import logsumexp
 
-from jkv.arrays.pytree import leaf, part, value
+from jkv.arrays.pytree import leaf, part
 from jkv.io import author_weights, trained_weights
 from jkv.methods.base import Protect
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.eviction.trained_gates import Trained, contest, protected_contest
 from jkv.methods.registry import Axes, method
-from jkv.models import linear
-from jkv.models.llama import rms
 from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig, Params
-
-GATE_EPS = 1e-6  # epsilon of the gate's norms, whatever the model's is
+    from jkv.nn.network import Kind, Network
 
 
 def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple[int, ...]) -> ValueError:
@@ -41,53 +35,6 @@ def of_another(name: str, found: tuple[int, ...], model: ModelConfig, own: tuple
     )
 
 
-@value
-class Linear:
-    """out x + offset of the layer's normed input x, per kv head.
-
-    out f[L,H,E], offset f[L,H]. In a layer's own score the arrays have no axis L.
-    """
-
-    out: Array
-    offset: Array
-
-    axes: ClassVar = dict(out="LHE", offset="LH")
-
-    @property
-    def width(self) -> int:
-        """Width of the input."""
-        return self.out.shape[-1]
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T] of x f[B,T,E]."""
-        return (linear(self.out, x.astype(jnp.float32)) + self.offset[None, None]).transpose(0, 2, 1)
-
-
-@value
-class Surrogate:
-    """out gelu(into x + bias) + offset of the layer's normed input x, per kv head.
-
-    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]. In a layer's own score the arrays have no axis L.
-    """
-
-    into: Array
-    bias: Array
-    out: Array
-    offset: Array
-
-    axes: ClassVar = dict(into="LWE", bias="LW", out="LHW", offset="LH")
-
-    @property
-    def width(self) -> int:
-        """Width of the input."""
-        return self.into.shape[-1]
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T] of x f[B,T,E]."""
-        hidden = jax.nn.gelu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None], approximate=False)
-        return (linear(self.out, hidden) + self.offset[None, None]).transpose(0, 2, 1)
-
-
 @part
 class Repeated(Trained):
     """KVzap: predicted log of the most attention that a token would get if the text were repeated.
@@ -96,58 +43,30 @@ class Repeated(Trained):
     value.
     """
 
-    methods, column, kinds = ("kvzap",), "repeated", (Surrogate, Linear)
+    methods, column = ("kvzap",), "repeated"
+
+    @staticmethod
+    def kind() -> Kind:
+        from jkv.nn.gates import Surrogate
+
+        return Surrogate
 
     def of(self, folder: str) -> Repeated:
         """Load the weights of a folder: one of `jkv train kvzap`, or one that `io.author_weights.kvzap` reads."""
         if (Path(folder).expanduser() / trained_weights.CARD).exists():
             return trained_weights.trained(folder, self)
-        arrays = {name: jnp.asarray(x) for name, x in author_weights.kvzap(folder).items()}
-        return replace(self, gate=(Surrogate if "into" in arrays else Linear)(**arrays))
+        return replace(self, gate=self.gate_of(author_weights.kvzap(folder)))
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         if self.gate is not None:
-            found, own = (self.gate.out.shape[0], self.gate.width), (model.heads, model.width)
-            if found != own:
+            arrays, own = self.gate.arrays, (model.heads, model.width)
+            first = arrays.get("hidden.0.kernel", arrays["out.kernel"])
+            if (found := (arrays["out.bias"].shape[-1], first.shape[-2])) != own:
                 raise of_another("kvzap (kv heads, width)", found, model, own)
         return self
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns[self.column]
-
-
-@value
-class SinkGate:
-    """mean over G of 1 / (1 + sum over s of exp((sink_s . q_g - k . q_g) / sqrt(D) - shift_g)), per kv head.
-
-    q = rms(query x + offset) and k = rms(key x), each channel times its scale, x the layer's normed input. query
-    f[L,H,G,D,E], offset f[L,H,G,D], key f[L,H,D,E], query_scale and key_scale f[L,D], sinks f[L,H,S,D], shift f[L,H,G].
-    In a layer's own score the arrays have no axis L.
-    """
-
-    query: Array
-    offset: Array
-    key: Array
-    query_scale: Array
-    key_scale: Array
-    sinks: Array
-    shift: Array
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Kv heads, query heads per kv head, and width of the input."""
-        h, g = self.shift.shape[-2:]
-        return h, g, self.key.shape[-1]
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T], in [0, 1], of x f[B,T,E]."""
-        x = x.astype(jnp.float32)
-        q = rms(self.query_scale, linear(self.query, x) + self.offset[None, None], GATE_EPS)
-        k = rms(self.key_scale, linear(self.key, x), GATE_EPS)
-        own = jnp.einsum("bthd,bthgd->bhgt", k, q)
-        sinks = jnp.einsum("hsd,bthgd->bhgts", self.sinks, q)
-        root = self.sinks.shape[-1] ** 0.5
-        return jax.nn.sigmoid(own / root + self.shift[None, :, :, None] - logsumexp(sinks / root, -1)).mean(2)
 
 
 @part
@@ -158,14 +77,14 @@ class Distilled(Score):
     (2601.17668).
     """
 
-    gate: SinkGate | None = leaf(default=None)
+    gate: Network | None = leaf(default=None)
 
     def bound(self, params: Params) -> Distilled:
         self.known  # noqa: B018 - or its error
         return self
 
     @property
-    def known(self) -> SinkGate:
+    def known(self) -> Network:
         """The gate; ValueError that says what to give if it is missing."""
         if self.gate is None:
             raise ValueError(
@@ -176,12 +95,17 @@ class Distilled(Score):
 
     def of(self, file: str) -> Distilled:
         """Load the gate from a file that its authors published."""
-        return Distilled(gate=SinkGate(**{name: jnp.asarray(x) for name, x in author_weights.fastkvzip(file).items()}))
+        from jkv.nn.gates import SinkGate
+        from jkv.nn.network import restore
+
+        return Distilled(gate=restore(SinkGate, author_weights.fastkvzip(file)))
 
     def for_layer(self, model: ModelConfig, layer: int) -> Score:
         own = model.heads, model.groups, model.width
-        if self.gate is not None and self.gate.sizes != own:
-            raise of_another("fastkvzip (kv heads, queries of each, width)", self.gate.sizes, model, own)
+        if self.gate is not None:
+            width, *heads, _ = self.gate.arrays["query.kernel"].shape[-4:]
+            if (found := (*heads, width)) != own:
+                raise of_another("fastkvzip (kv heads, queries of each, width)", found, model, own)
         return self
 
     def birth(self, new: Born) -> Columns:

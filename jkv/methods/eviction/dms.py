@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.gather import take_along
-from jkv.arrays.pytree import leaf, part, value
+from jkv.arrays.pytree import leaf, part
 from jkv.io import trained_weights
 from jkv.methods.budgets.layers import Weighted
 from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.registry import Axes, method
-from jkv.models import linear
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.nn.network import Kind, Network
 
 STEEP, KEEP = 100.0, 5.0  # the paper's scale and bias: before training a token leaves with probability sigmoid(-5)
-
-
-@value
-class Switch:
-    """a = 100 out (gain x) - 5 per kv head, of the layer's normed input x: if a > 0 the *previous* token is evicted.
-
-    out f[L,H,E], gain f[L,E]. In a layer's own score the arrays have no axis L. The adapter of DMS (2506.05345) norms
-    the residual itself, with its own gain; a gain on x is the same function. layers f[L]: share of a text that stays in
-    each layer, the mean over the training texts plus one standard deviation, by which layers divide a budget.
-    """
-
-    out: Array
-    gain: Array
-    layers: Array
-
-    axes: ClassVar = dict(out="LHE", gain="LE", layers="L")
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T] of x f[B,T,E]."""
-        x = x.astype(jnp.float32) * self.gain[None, None]
-        return STEEP * linear(self.out, x).transpose(0, 2, 1) - KEEP
-
-
-def start(model: ModelConfig) -> Switch:
-    """Initialize a switch that keeps everything.
-
-    >>> from jkv import models
-    >>> start(models.read_config(models.TINY)).out.shape
-    (2, 2, 32)
-    """
-    layers, heads, e = model.layers, model.heads, model.width
-    return Switch(out=jnp.zeros((layers, heads, e)), gain=jnp.ones((layers, e)), layers=jnp.ones(layers))
 
 
 def said_by_next(said: Array, pos: Array) -> Array:
@@ -83,14 +50,24 @@ class Delayed(trained_weights.Bearer, Score):
     """
 
     window: int = 128
-    gate: Switch | None = leaf(default=None)
+    gate: Network | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
-    methods, kinds = ("dms",), (Switch,)
+    methods = ("dms",)
     needs = Needs(recent=1)
 
+    @staticmethod
+    def kind() -> Kind:
+        from jkv.nn.gates import EvictionSwitch
+
+        return EvictionSwitch
+
+    def said(self, x: Array) -> Array:
+        """f32[B,H,T]: what a layer's tokens of normed input x f[B,T,E] say about those before them; evict above 0."""
+        return STEEP * self.weights(x) - KEEP
+
     def birth(self, new: Born) -> Columns:
-        said = self.weights(new.x)
+        said = self.said(new.x)
         return {"said": said, "mark": jnp.full_like(said, -KEEP)}
 
     @staticmethod

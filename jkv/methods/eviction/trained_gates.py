@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.arrays.pytree import leaf, part, value
+from jkv.arrays.pytree import leaf, part
 from jkv.io import trained_weights
 from jkv.methods.base import Protect
 from jkv.methods.budgets.layers import Won
@@ -16,130 +15,10 @@ from jkv.methods.budgets.sizes import Size, at_most
 from jkv.methods.config import RELATIVE
 from jkv.methods.prefill.deferred import Deferred
 from jkv.methods.registry import Axes, method
-from jkv.models import linear
 from jkv.protocols import Born, Columns, Evidence, Score
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
-
-LEAST = 1e-30  # a gate may round to 1 in float32, where age must still count
-
-
-@value
-class Gate:
-    """log beta = logsigmoid(out silu(into x + bias) + offset) of the layer's normed input x, per kv head.
-
-    into f[L,W,E], bias f[L,W], out f[L,H,W], offset f[L,H]. In a layer's own score the arrays have no axis L.
-    """
-
-    into: Array
-    bias: Array
-    out: Array
-    offset: Array
-
-    axes: ClassVar = dict(into="LWE", bias="LW", out="LHW", offset="LH")
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T], below 0, of x f[B,T,E]."""
-        x = x.astype(jnp.float32)
-        return _log_beta(self, jax.nn.silu(linear(self.into, x) + self.bias[None, None]))
-
-
-@value
-class Deep:
-    """A `Gate` with one more layer: log beta = logsigmoid(out silu(middle silu(into x + bias) + shift) + offset).
-
-    middle f[L,W,W], shift f[L,W]; the others as in `Gate`.
-    """
-
-    into: Array
-    bias: Array
-    middle: Array
-    shift: Array
-    out: Array
-    offset: Array
-
-    axes: ClassVar = dict(Gate.axes, middle="LWW", shift="LW")
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T], below 0, of x f[B,T,E]."""
-        hidden = jax.nn.silu(linear(self.into, x.astype(jnp.float32)) + self.bias[None, None])
-        return _log_beta(self, jax.nn.silu(linear(self.middle, hidden) + self.shift[None, None]))
-
-
-def _log_beta(gate: Gate | Deep, hidden: Array) -> Array:
-    """f32[B,H,T], below 0, of the last hidden activations f32[B,T,W]."""
-    z = linear(gate.out, hidden) + gate.offset[None, None]
-    return jnp.minimum(jax.nn.log_sigmoid(z).transpose(0, 2, 1), -LEAST)
-
-
-def start(model: ModelConfig, width: int, offset: float, key: Array) -> Gate:
-    """Initialize a gate that forgets nothing: weights of deviation 0.02, beta = sigmoid(offset) for every token.
-
-    >>> from jkv import models
-    >>> start(models.read_config(models.TINY), 8, 5.0, jax.random.key(0)).out.shape
-    (2, 2, 8)
-    """
-    first, second = jax.random.split(key)
-    layers, heads, e = model.layers, model.heads, model.width
-    return Gate(
-        into=0.02 * jax.random.normal(first, (layers, width, e)),
-        bias=jnp.zeros((layers, width)),
-        out=0.02 * jax.random.normal(second, (layers, heads, width)),
-        offset=jnp.full((layers, heads), offset, jnp.float32),
-    )
-
-
-def deeper(model: ModelConfig, width: int, offset: float, key: Array) -> Deep:
-    """Initialize a deep gate that forgets nothing, as `start`; `out` and `offset` are the same in all layers.
-
-    >>> from jkv import models
-    >>> deeper(models.read_config(models.TINY), 8, 5.0, jax.random.key(0)).middle.shape
-    (2, 8, 8)
-    """
-    first, second = jax.random.split(key)
-    begun = start(model, width, offset, first)
-    return Deep(
-        into=begun.into,
-        bias=begun.bias,
-        middle=0.02 * jax.random.normal(second, (model.layers, width, width)),
-        shift=begun.bias,
-        out=jnp.broadcast_to(begun.out[:1], begun.out.shape),
-        offset=begun.offset,
-    )
-
-
-@value
-class Estimate:
-    """out silu(into x) of the layer's normed input x, per kv head: a logit of either sign.
-
-    into f[L,W,E], out f[L,H,W]. In a layer's own score the arrays have no axis L. The heads of Locret (2410.01805) read
-    a token's un-rotated [q; k; v], which are products of x: the same functions, except where a model norms q and k.
-    """
-
-    into: Array
-    out: Array
-
-    axes: ClassVar = dict(into="LWE", out="LHW")
-
-    def __call__(self, x: Array) -> Array:
-        """f32[B,H,T] of x f[B,T,E]."""
-        return linear(self.out, jax.nn.silu(linear(self.into, x.astype(jnp.float32)))).transpose(0, 2, 1)
-
-
-def guess(model: ModelConfig, width: int, key: Array) -> Estimate:
-    """Initialize random estimates: weights of deviation 1 / sqrt(inputs), as in a linear layer.
-
-    >>> from jkv import models
-    >>> guess(models.read_config(models.TINY), 8, jax.random.key(0)).into.shape
-    (2, 8, 32)
-    """
-    first, second = jax.random.split(key)
-    layers, heads, e = model.layers, model.heads, model.width
-    return Estimate(
-        into=jax.random.normal(first, (layers, width, e)) / e**0.5,
-        out=jax.random.normal(second, (layers, heads, width)) / width**0.5,
-    )
+    from jkv.nn.network import Kind, Network
 
 
 @part
@@ -151,7 +30,7 @@ class Trained(trained_weights.Bearer, Score):
         models: Fingerprints of the model that the weights were trained for, in each dtype.
     """
 
-    gate: Any = leaf(default=None)
+    gate: Network | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
     column: ClassVar[str] = ""
@@ -167,7 +46,13 @@ class Retention(Trained):
     Tokens whose beta rounds to 1 rank by age, the oldest last. Source: TRIM-KV (2512.03324).
     """
 
-    methods, column, kinds = ("trimkv",), "log_beta", (Gate,)
+    methods, column = ("trimkv",), "log_beta"
+
+    @staticmethod
+    def kind() -> Kind:
+        from jkv.nn.gates import RetentionGate
+
+        return RetentionGate
 
     def rank(self, ev: Evidence) -> Array:
         age = (ev.seen[:, None, None] + 1 - ev.pos).astype(jnp.float32)
@@ -184,7 +69,7 @@ class Outlook(Retention):
 
     ahead: int = 1
 
-    methods, kinds = ("makeeach", "trimkv"), (Deep, Gate)
+    methods = ("makeeach", "trimkv")
 
     def rank(self, ev: Evidence) -> Array:
         log_beta = ev.columns[self.column]
@@ -196,7 +81,13 @@ class Outlook(Retention):
 class Foreseen(Trained):
     """Locret: predicted largest logit that an answer gives a token; it does not fade. Source: 2410.01805."""
 
-    methods, column, kinds = ("locret",), "foreseen", (Estimate,)
+    methods, column = ("locret",), "foreseen"
+
+    @staticmethod
+    def kind() -> Kind:
+        from jkv.nn.gates import Estimate
+
+        return Estimate
 
     def rank(self, ev: Evidence) -> Array:
         return ev.columns[self.column]

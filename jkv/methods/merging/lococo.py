@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,48 +17,8 @@ from jkv.methods.registry import Axes, method
 from jkv.protocols import Born, Columns, Entries, Evidence, Merge, Needs, Score
 
 if TYPE_CHECKING:
-    from jkv.models import ModelConfig
+    from jkv.nn.network import Kind, Network
     from jkv.protocols import Evicted
-
-
-@value
-class Blend:
-    """Weights of m mixtures of n entries in order of position: w = (1 - share) e + share softmax(relu(conv [k; v])).
-
-    e is one-hot at each mixture's own entry; the convolution runs over the entries, and w sums to 1 over them. conv
-    f[L,width,2D,m], bias f[L,m], share f[L]; in a layer's own part without axis L, shared by all of its kv heads.
-    """
-
-    conv: Array
-    bias: Array
-    share: Array
-
-    axes: ClassVar = dict(conv="LWIM", bias="LM", share="L")
-
-    def __call__(self, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
-        """Return k, v f32[B,H,m,D] of the mixtures of entries f32[B,H,n,D], which lie as `places` says."""
-        k, v = (jnp.where(places.there[..., None], x, 0) for x in (k, v))  # a dead slot may hold anything
-        flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
-        w = self.weights(flat(k), flat(v), flat(places.there), flat(places.own))
-        w = w.reshape(*k.shape[:2], *w.shape[1:])
-        return jnp.einsum("bhmn,bhnd->bhmd", w, k), jnp.einsum("bhmn,bhnd->bhmd", w, v)
-
-    def weights(self, k: Array, v: Array, there: Array, own: Array) -> Array:
-        """w f32[N,m,n], 0 for dead entries.
-
-        Args:
-            k, v: f[N,n,D].
-            there: bool[N,n], False for dead entries.
-            own: i32[N,m], index in n of each mixture's own entry.
-        """
-        x = jnp.concatenate([k, v], -1).astype(jnp.float32)
-        logits = jax.lax.conv_general_dilated(
-            x, self.conv, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), preferred_element_type=jnp.float32
-        )
-        logits = jax.nn.relu(logits + self.bias[None, None]).transpose(0, 2, 1)
-        p = jax.nn.softmax(jnp.where(there[:, None], logits, -jnp.inf), -1)
-        e = own[..., None] == jnp.arange(k.shape[1])[None, None]
-        return (1 - self.share) * e.astype(jnp.float32) + self.share * p
 
 
 @value
@@ -100,19 +60,12 @@ def arranged(looked: Array, pos: Array, stays: Array, leaves: Array, m: int, n: 
     return Places(order=order, there=there, own=jnp.sort(place, -1)[..., :m])
 
 
-def start(model: ModelConfig, mixtures: int, width: int, key: Array) -> Blend:
-    """Initialize weights: mixtures are about half their own entry and half the mean of all.
-
-    >>> from jkv import models
-    >>> start(models.read_config(models.TINY), 4, 5, jax.random.key(0)).conv.shape
-    (2, 5, 16, 4)
-    """
-    layers, inputs = model.layers, model.head_dim + model.value_dim
-    return Blend(
-        conv=jax.random.normal(key, (layers, width, inputs, mixtures)) / (width * inputs) ** 0.5,
-        bias=jnp.zeros((layers, mixtures)),
-        share=jnp.full((layers,), 0.5),
-    )
+def mixed(blend: Network, k: Array, v: Array, places: Places) -> tuple[Array, Array]:
+    """Return k, v f32[B,H,m,D] of a layer's mixtures of entries f32[B,H,n,D], which lie as `places` says."""
+    k, v = (jnp.where(places.there[..., None], x, 0) for x in (k, v))  # a dead slot may hold anything
+    w = blend(*(x.reshape(-1, *x.shape[2:]) for x in (k, v, places.there, places.own)))
+    w = w.reshape(*k.shape[:2], *w.shape[1:])
+    return jnp.einsum("bhmn,bhnd->bhmd", w, k), jnp.einsum("bhmn,bhnd->bhmd", w, v)
 
 
 @part
@@ -127,16 +80,22 @@ class Mixtures(trained_weights.Bearer, Merge):
         models: Fingerprints of the models that the weights were trained for.
     """
 
-    gate: Blend | None = leaf(default=None)
+    gate: Network | None = leaf(default=None)
     models: tuple[str, ...] = ()
 
     changes = "all"
-    methods, kinds = ("lococo",), (Blend,)
+    methods = ("lococo",)
+
+    @staticmethod
+    def kind() -> Kind:
+        from jkv.nn.mixtures import Blend
+
+        return Blend
 
     @property
     def count(self) -> int:
         """Number of mixtures; 0 without weights."""
-        return 0 if self.gate is None else self.gate.bias.shape[-1]
+        return 0 if self.gate is None else self.gate.arrays["conv.bias"].shape[-1]
 
     def into(self, ev: Evidence, kept: Array, lost: Evicted, entries: Entries) -> tuple[Array, Array, Array]:
         """Mix the entries; nothing changes for a row and head that loses nothing."""
@@ -147,7 +106,7 @@ class Mixtures(trained_weights.Bearer, Merge):
         stays, leaves = (x & ev.live & ev.may_go for x in (kept, ~kept))
         places = arranged(ev.columns["looked"], ev.pos, stays, leaves, m, n)
         index = jnp.where((lost.index < total).any(-1, keepdims=True), places.index(total), total)
-        return index, *gate(*entries.read(places.order), places)
+        return index, *mixed(gate, *entries.read(places.order), places)
 
 
 @part
@@ -182,7 +141,7 @@ def lococo(size: Size, *, gate: str | None = None, chunk: int = 512, local: int 
     so do the newest `local`. A prompt is read in pieces of `chunk` tokens (0: in one).
     """
     merge = trained_weights.trained(gate, Mixtures())
-    if gate is not None and merge.weights.conv.shape[1] % 2 == 0:
+    if gate is not None and merge.weights.arrays["conv.kernel"].shape[1] % 2 == 0:
         raise trained_weights.broken(gate, "its convolution has no entry in the middle")
     size = size.above("lococo", local + merge.count, "its newest tokens and its mixtures")
     return dict(score=Latest(), merge=merge, budget=size, recent=local, chunk=chunk)

@@ -11,7 +11,7 @@ each has its own centre and bias, because their means differ. Source: S3-Attenti
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,11 @@ class Dictionary:
     active: int = static()
 
     axes: ClassVar = dict(encode="NHFD", decode="NHFD", centre=["N", "H", 2, "D"], bias=["N", "H", 2, "F"])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What a folder stores."""
+        return vars(self)
 
     def features(self, x: Array, of: int) -> Array:
         """z f32[n,F] of a head's keys or queries (`of`) x f[n,D]; all but the `active` largest are 0."""

@@ -194,10 +194,10 @@ def test_killed_twenty_times_with_input_and_output_in_a_bucket(
     task = replace(local, source=epath.Path("gs://bucket/in.jsonl"), out=epath.Path("gs://bucket/out"))
     task.source.write_bytes(local.source.read_bytes())
     for kill in range(20):
-        PrefixCache.changes, PrefixCache.dies_at, PrefixCache.dead = 0, 1 + kill % 5 / 2, False
+        Store.changes, Store.dies_at, Store.dead = 0, 1 + kill % 5 / 2, False
         with pytest.raises(Killed):
             run(task, never, nothing)
-        PrefixCache.dies_at, PrefixCache.dead = None, False
+        Store.dies_at, Store.dead = None, False
         written(task)
     part = 1 < len(written(task)) < 15
     with monkeypatch.context() as patch, pytest.raises(OSError, match="another run of this job.*run the same command"):

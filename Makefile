@@ -28,14 +28,12 @@ test-all: .venv/installed  ## every law of every row, and all that is slow
 	$(BIN)/jkv fetch smollm2-135m
 	$(PYTEST)
 
-lint: .venv/installed  ## style, types and the arrows between rooms, on the package as a user gets it
+lint: .venv/installed  ## style, types and the arrows between packages
 	$(BIN)/pip install -q -e '.[lint]'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build
-	$(BIN)/pip install -q --no-deps --target build/types .
-	$(BIN)/pyright build/types/jkv
-	cd build/types && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
+	$(BIN)/pyright jkv jkv/models jkv/training benchmarks examples
+	$(BIN)/lint-imports --no-cache --no-logo
 
 docs: .venv/installed  ## docs/methods.md from the catalogue; tables from results/; pictures
 	$(BIN)/python docs/methods.py
@@ -44,7 +42,7 @@ docs: .venv/installed  ## docs/methods.md from the catalogue; tables from result
 
 bench: .venv/installed  ## beside transformers on the same weights
 	$(BIN)/pip install -q -e '.[parity]'
-	$(BIN)/jkv bench compare --json results/compare.json
+	$(BIN)/python -m benchmarks.compare --json results/compare.json
 
 notebooks: .venv/installed  ## every notebook runs, with less work in each cell
 	$(BIN)/pip install -q -e '.[notebooks]'

@@ -1,17 +1,13 @@
-"""The packages: all that are in the folders, so that none is forgotten; everything else is in pyproject.toml."""
+"""What a build needs beside pyproject.toml: the links of jkv/, which pip does not restore from a .zip."""
 
-import warnings
+from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import setup
 
-FOLDERS = {"jkv": "jkv", "jkv.models": "models", "jkv.training": "training"}
-DATA = ("*__pycache__", "methods.weights.*")  # folders that are no packages
+for name in ("models", "training"):
+    link = Path(__file__).parent / "jkv" / name
+    if not link.is_dir():  # a file with the address of the folder
+        link.unlink()
+        link.symlink_to(f"../{name}")
 
-# That a folder named jkv goes before an installed one: of an editable installation it is the same.
-warnings.filterwarnings("ignore", "Editable installation")
-
-setup(
-    package_dir=FOLDERS,
-    packages=[*FOLDERS]
-    + [f"{top}.{name}" for top, folder in FOLDERS.items() for name in find_namespace_packages(folder, exclude=DATA)],
-)
+setup()

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 import zlib
 from collections import defaultdict
 from importlib.metadata import version
+from pathlib import Path
 
 # Tiny models spend their time in the compiler. test_compiled.py looks at programs that are compiled as a user's are.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,6 +16,7 @@ QUICK.append("--xla_cpu_parallel_codegen_split_count=1")
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks/ of the checkout, behind an installed jkv
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that live on
 
 import jax  # noqa: E402

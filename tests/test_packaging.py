@@ -22,6 +22,7 @@ from jkv.utils import json_results, optional_deps
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"jkv": "jkv", "models": "jkv/models", "training": "jkv/training"}  # of the repository, and where they go
+LINKS = ("models", "training")  # of jkv/
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
@@ -50,12 +51,15 @@ def modules() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy: what an earlier build left in the checkout does not count."""
+    """A copy, as pip unpacks it from a .zip: what an earlier build left does not count, and links are text."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for link in LINKS:
+        (source / "jkv" / link).unlink()
+        (source / "jkv" / link).write_text(f"../{link}")
     return source
 
 
@@ -88,6 +92,12 @@ def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
     )
     for name, path in installed().items():
         assert wheel.getinfo(name).file_size == path.stat().st_size, name
+
+
+def test_the_checkout_is_the_package():
+    """Type checkers, editors and clones see what is installed: links, and not a map of a build."""
+    for name in LINKS:
+        assert (ROOT / "jkv" / name).is_symlink() and (ROOT / "jkv" / name).resolve() == ROOT / name
 
 
 def test_a_wheel_brings_the_command_and_its_own_name(wheel):

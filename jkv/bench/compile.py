@@ -16,8 +16,8 @@ from rich import box
 from rich.table import Table
 
 from jkv import methods
-from jkv.bench.engines import Jkv
 from jkv.bench.environment import SEED
+from jkv.bench.trials import Jkv
 from jkv.core import decode_loop
 from jkv.core.compilation import PROGRAMS, ahead, compiled, forget
 from jkv.generation.arguments import parse_arguments

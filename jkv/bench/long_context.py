@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 
 from jkv import methods
-from jkv.bench.engines import Jkv
 from jkv.bench.speed import mib, number
+from jkv.bench.trials import Jkv
 from jkv.methods import compatibility
 from jkv.models import ModelConfig, Params
 from jkv.utils.plotting import blank

@@ -1,14 +1,11 @@
-"""Server load benchmark: concurrent streaming clients, latency, failures and memory; also of transformers' server."""
+"""Server load benchmark: concurrent streaming clients, latency, failures and memory."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 from rich import box
 from rich.table import Table
 
 from jkv.bench.environment import SEED
 from jkv.eval.tasks.words import prose
-from jkv.io.model_source import Source
 from jkv.serve.batches import STRIDE
 
 DONE = b"data: [DONE]"  # last line of a stream; transformers' server does not send it
@@ -80,71 +75,16 @@ def started(arguments: Sequence[str]) -> Iterator[tuple[int, int]]:
             raise ChildProcessError(f"jkv serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}")
         yield port[0], child.pid
     finally:
-        _end(child)
+        terminate(child)
 
 
-def _end(child: subprocess.Popen[Any]) -> None:
+def terminate(child: subprocess.Popen[Any]) -> None:
+    """End a server with SIGTERM, or kill it if it does not end."""
     child.send_signal(signal.SIGTERM)
     try:
         child.wait(WAIT)
     except subprocess.TimeoutExpired:
         child.kill()
-
-
-def folder(source: Source, path: Path) -> Path:
-    """Write a model folder for transformers: config, float32 tensors, tokenizer (ValueError if there is none)."""
-    if source.tokenizer is None:
-        raise ValueError("the model has no tokenizer, and a server is about texts: give a model that has one")
-    from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]  an extra
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS,
-    )
-
-    path.mkdir(parents=True, exist_ok=True)
-    config, ends = source.config, {"eos_token_id": list(source.tokenizer.eos_ids)}
-    named = {"config": {"architectures": [MODELS[config["model_type"]]], **config, **ends}, "generation_config": ends}
-    for name, said in (named | {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"}}).items():
-        (path / f"{name}.json").write_text(json.dumps(said))
-    source.tokenizer.core.save(str(path / "tokenizer.json"))
-    tensors = {name: np.ascontiguousarray(get(), np.float32) for name, get in source.tensors.items()}
-    safetensors.numpy.save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-@contextmanager
-def beside(path: Path, options: str, threads: int) -> Iterator[tuple[int, int]]:
-    """Run `transformers serve` on this folder in float32 on the CPU; yields port and process id, as `started` does.
-
-    options: Further options of that server, such as "--continuous-batching".
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path), "--dtype", "float32"]
-    command += ["--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *shlex.split(options)]
-    own = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-    with (path / "server.log").open("wb") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, env=own)
-    try:
-        until = time.monotonic() + WAIT
-        while not _well(port):
-            if child.poll() is not None or time.monotonic() > until:
-                said = (path / "server.log").read_text(errors="replace").strip().splitlines()
-                raise ChildProcessError(
-                    f"transformers serve did not start: {'; '.join(said[-3:]) or 'it said nothing'}"
-                )
-            time.sleep(0.2)
-        yield port, child.pid
-    finally:
-        _end(child)
-
-
-def _well(port: int) -> bool:
-    try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as line:
-            line.request("GET", "/health")
-            return line.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def ask(port: int, body: dict[str, Any], last: bytes = DONE) -> Answer:

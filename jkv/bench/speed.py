@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,14 @@ from rich import box
 from rich.table import Table
 
 from jkv import methods
-from jkv.bench.engines import PEERS, Jkv, largest_difference
 from jkv.bench.environment import SEED
-from jkv.bench.llama import NAME as LLAMA
-from jkv.bench.llama import LlamaCpp
 from jkv.bench.measure import cache_bytes, clock, copy_rate, percentiles, turns, weight_bytes
+from jkv.bench.trials import Jkv
 from jkv.cache.cache import Cache
 from jkv.core import decode_loop
 from jkv.core.compilation import Compiled, compiled, peak_bytes
 from jkv.methods import compatibility
 from jkv.models import ModelConfig, Params
-
-if TYPE_CHECKING:
-    from jkv.io.model_source import Source
 
 What = Literal["decode", "prefill", "flush"]
 
@@ -126,25 +121,6 @@ class Beside:
     def trial(self, what: What, ids: np.ndarray, steps: int) -> Callable[[], list[float]]:
         engine = Jkv(self.params, self.name, ids.shape[0], ids.shape[1] + steps + 16)
         return prepare(what, engine, ids, steps).trial
-
-
-def peer_of(vs: str | None, params: Params, source: Source, threads: int, dtype: str) -> Peer | None:
-    """Create the peer: transformers or kvpress with the same weights, llama.cpp with the same file, or another cache.
-
-    Returns None if `vs` is None.
-    """
-    if vs is None:
-        return None
-    if vs == LLAMA:
-        assert source.file is not None  # the command line checks this
-        llama = LlamaCpp(source.file, threads)
-        llama.apart(Jkv(params))
-        return llama
-    if vs not in PEERS:
-        return Beside(params, vs)
-    peer = PEERS[vs](source, threads, dtype)
-    largest_difference(Jkv(params), peer)
-    return peer
 
 
 def check(what: What, specs: Sequence[str], contexts: Sequence[int], steps: int, model: ModelConfig) -> None:

@@ -11,14 +11,14 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from jkv.cli import batch as batch_cli
 from jkv.cli import bench as bench_cli
@@ -94,6 +94,18 @@ def _said(error: BaseException) -> str:
     return text
 
 
+class Command(TyperCommand):
+    """A command that runs within `one_line`."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with one_line():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line():
+            return super().invoke(ctx)
+
+
 class Group(TyperGroup):
     """A command group that runs its commands within `one_line` and prints the help without a command."""
 
@@ -106,11 +118,15 @@ class Group(TyperGroup):
             return super().invoke(ctx)
 
 
-app = typer.Typer(
-    cls=Group,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+def application(*commands: Callable[..., None]) -> typer.Typer:
+    """Return a command line: `jkv`'s, of several commands by name, or of one command without its name."""
+    made = typer.Typer(cls=Group, add_completion=False, pretty_exceptions_enable=False)
+    for command in commands:
+        made.command(cls=Command if len(commands) == 1 else None)(flat(command))
+    return made
+
+
+app = application()
 
 
 def print_version(asked: bool) -> None:
@@ -421,8 +437,8 @@ def fetch(name: Annotated[str, typer.Argument(help=f"Model name, such as {MODEL}
     print(hub.fetch(name))
 
 
-def main() -> None:
-    """Run the `jkv` command line (console script entry point)."""
+def main(app: typer.Typer = app) -> None:
+    """Run the `jkv` command line (console script entry point), or another one in the same way."""
     for out in (sys.stdout, sys.stderr):
         if isinstance(out, io.TextIOWrapper):
             out.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest

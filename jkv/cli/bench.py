@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jkv.bench.environment import use_cores
-from jkv.cli.bench_common import PEERS, build, measure, numbers, start, subject
+from jkv.cli.bench_common import (
+    CONTEXTS,
+    Load,
+    Setup,
+    build,
+    load_server,
+    measure,
+    numbers,
+    start,
+    subject,
+    time_caches,
+)
 from jkv.cli.options import CACHES, MODEL, Caches, Context, Dtype, Machine, Model, Rounds, Subject, Timed, flat
 from jkv.utils import console
 
@@ -20,18 +29,10 @@ if TYPE_CHECKING:
     from jkv.bench.speed import What
 
 CODES = ("int8", "int4", "kivi(bits=2)")
-CONTEXTS = (512, 2048)
 
-app = typer.Typer(help="Measure speed, bytes and memory of caches on this machine, also against other engines.")
+app = typer.Typer(help="Measure speed, bytes and memory of caches on this machine.")
 
-Versus = Annotated[
-    str | None,
-    typer.Option(
-        "--vs",
-        help="Alternate rounds with, on CPU: transformers (full cache) or kvpress (same budget) on the same weights; "
-        "llama.cpp on the same .gguf file and its quantized blocks; or another cache.",
-    ),
-]
+Versus = Annotated[str | None, typer.Option("--vs", metavar="CACHE", help="Alternate rounds with another cache.")]
 
 
 @app.command()
@@ -60,23 +61,20 @@ def flush(o: Timed = Timed(rounds=15)) -> None:
 
 
 def _speed(what: What, o: Timed, steps: int, vs: str | None) -> None:
-    specs, contexts = o.cache or (PEERS[vs].caches if vs in PEERS else CACHES), o.context or CONTEXTS
-    cores, dtype = start(specs, o, o.dtype, vs)
-    from jkv import models
-    from jkv.bench import environment, speed
+    specs, beside = o.cache or CACHES, [] if vs is None else [vs]
+    cores, dtype = start(specs, o, o.dtype)
+    from jkv.bench import speed
+    from jkv.methods import parse
 
-    name, source = subject(o, dtype, vs)
-    beside = [vs] if vs and vs not in PEERS else []
-    speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
-
-    def found() -> Iterator[dict[str, Any]]:
-        params = build(o, source, dtype)
-        peer = speed.peer_of(vs, params, source, cores, dtype)
-        return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=peer)
-
-    about = environment.meta(name, cores, timed=speed.TIMED[what], dtype=dtype, weights=o.weights, rounds=o.rounds)
-    says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
-    measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
+    try:
+        for spec in beside:
+            parse(spec)
+    except ValueError as error:
+        raise ValueError(f"--vs {vs}: {error}; other engines: python -m benchmarks.speed in a checkout") from None
+    name, source = subject(o, dtype, 1)
+    setup = Setup(name=name, source=source, cores=cores, dtype=dtype)
+    peer = None if vs is None else lambda params: speed.Beside(params, vs)
+    time_caches(what, o, specs, steps, setup, peer, beside)
 
 
 @app.command("sampling")
@@ -190,51 +188,9 @@ def guesses(
 
 @app.command("serve")
 @flat
-def serving(
-    machine: Machine,
-    model: Model = MODEL,
-    cache: Annotated[
-        list[str] | None, typer.Option(help="Cache of the requests; repeat to alternate. Default: full.")
-    ] = None,
-    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 8,
-    seconds: Annotated[float, typer.Option(min=1, help="Duration of the load.")] = 180,
-    new: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
-    rows: Annotated[int, typer.Option(min=1, help="Batch size of the server.")] = 8,
-    vs: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='Also measure "transformers", followed by options of its `serve`, on the same weights; repeatable.'
-        ),
-    ] = None,
-) -> None:
+def serving(o: Load) -> None:
     """Start a server and load it: time to first token, ms per token, failed answers, memory."""
-    specs, peers = cache or ["full"], [x.partition(" ") for x in vs or []]
-    if unknown := [name for name, *_ in peers if name != "transformers"]:
-        raise ValueError(f"--vs {unknown[0]}: transformers, the only server beside jkv's")
-    cores, dtype = start(specs, machine, None, vs="transformers" if peers else None)
-    from jkv.bench import environment
-    from jkv.bench import serve as under
-    from jkv.io.load import read
-
-    # Options of the `jkv serve` process.
-    arguments = ["--model", model, "--dtype", dtype, "--port", "0", "--rows", str(rows)]
-    arguments += ["--prompt-tokens-limit", "512", "--new-tokens-limit", str(new), "--caches", str(len(set(specs)))]
-    arguments += [x for spec in dict.fromkeys(specs) for x in ("--cache", spec)]
-
-    def found() -> Iterator[dict[str, Any]]:
-        with under.started(arguments) as (port, pid):
-            answers, held, elapsed = under.load(port, pid, model, specs, clients, seconds, new)
-            yield {"server": "jkv", "clients": clients, **under.row(answers, held, elapsed)}
-        with TemporaryDirectory() as place:
-            path = under.folder(read(model), Path(place) / "model") if peers else Path(place)
-            for name, _, options in peers:
-                with under.beside(path, options, cores) as (port, pid):
-                    answers, held, elapsed = under.load(port, pid, str(path), [""], clients, seconds, new, b"")
-                yield {"server": f"{name} {options}".strip(), "clients": clients, **under.row(answers, held, elapsed)}
-
-    says = lambda r: f"{r['server']}, {r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
-    about = environment.meta(model, cores, dtype=dtype, caches=specs, rows=rows, new=new, seconds=seconds)
-    measure(1 + len(peers), found, says, under.table, about, machine.out)
+    load_server(o)
 
 
 @app.command()
@@ -340,70 +296,6 @@ def growth(
     if plot is not None:
         growing.plot(rows, plot)
         print(f"drawn: {plot}", file=sys.stderr)
-
-
-@app.command()
-@flat
-def compare(
-    machine: Machine,
-    model: Model = MODEL,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Context tokens before decoding; repeatable. Default: 512, 2048 and 4096."),
-    ] = None,
-    prompt: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prefill lengths; repeatable. Default: 512 and 2048.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decoded tokens per round.")] = 32,
-    rounds: Rounds = 5,
-) -> None:
-    """Compare the full cache with transformers on the same float32 weights, and with this machine's lower bound.
-
-    Prefill is timed with matrix products in float32, as in transformers, and in bfloat16 (--prefill-dtype).
-    """
-    cores, _ = start((), machine, vs="transformers")
-    from jkv import models
-    from jkv.bench import compare as comparing
-    from jkv.bench import environment
-    from jkv.io.load import read
-
-    lengths, prompts, source = context or [512, 2048, 4096], prompt or [512, 2048], read(model)
-    comparing.check(models.read_config(source.config), lengths, prompts, steps)
-    found = partial(comparing.rows, source, lengths, prompts, steps, rounds, cores)
-    says = lambda r: f"{r['what']} {r['tokens']}: jkv {r['jkv']:.1f}, transformers {r['other']:.1f} ms"  # noqa: E731
-    about = environment.meta(model, cores, dtype="float32", steps=steps, rounds=rounds)
-    measure(len(lengths) + 2 * len(prompts), found, says, comparing.table, about, machine.out)
-
-
-@app.command()
-@flat
-def batch(
-    machine: Machine,
-    model: Model = MODEL,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 200,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, after the shared prefix.")] = 256,
-    new: Annotated[int, typer.Option(min=1, help="Tokens of the longest answer.")] = 64,
-    shared: Annotated[
-        list[int] | None,
-        typer.Option(min=0, help="Tokens of the shared prefix; repeatable. Default: 0 and 512."),
-    ] = None,
-    cache: Annotated[str, typer.Option(help="Cache to decode with.")] = "full",
-    at_once: Annotated[int, typer.Option("--batch", min=1, help="Batch size of jkv.")] = 32,
-) -> None:
-    """Compare jkv batch on ragged prompts with a loop of transformers.generate at its best batch size."""
-    cores, _ = start((cache,), machine, vs="transformers")
-    from jkv import models
-    from jkv.bench import batch as many
-    from jkv.bench import compare as comparing
-    from jkv.bench import environment
-    from jkv.io.load import read
-
-    heads, source = shared if shared else [0, 512], read(model)
-    comparing.check(models.read_config(source.config), [longest + max(heads)], [], new)
-    found = partial(many.rows, source, prompts, longest, new, heads, cache, at_once, cores)
-    says = lambda r: f"{r['engine']}, {r['shared']} tokens in common: {r['tokens_per_s']:.1f} tokens/s"  # noqa: E731
-    about = environment.meta(model, cores, dtype="float32", longest=longest, new=new, cache=cache)
-    measure(sum(3 if n else 2 for n in heads), found, says, many.table, about, machine.out)
 
 
 def recommend(

@@ -2,66 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from jkv.bench.environment import use_cores
-from jkv.cli.options import CACHES, MODEL, Machine, Subject
+from jkv.cli.options import MODEL, Machine, Model, Subject, Timed
 from jkv.utils import console
-from jkv.utils.optional_deps import install
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from jkv.bench.speed import Peer, What
     from jkv.io.model_source import Source
     from jkv.models import Params
+
+CONTEXTS = (512, 2048)
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another engine to compare with.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is measured, and how.
 
     Attributes:
-        packages: Python packages that must be installed.
-        extra: Extra of jkv that installs them.
-        caches: Caches that are compared by default.
-        shared: Module that checks which caches both engines have; "" if all.
-        codes: Whether it reads a .gguf file's own blocks instead of float weights.
+        name: Name of the model in the result file.
+        source: Its config, and tensors that are read lazily.
+        cores: CPU cores of the process.
+        dtype: Type of the weights.
     """
 
-    packages: tuple[str, ...]
-    extra: str
-    caches: tuple[str, ...] = CACHES
-    shared: str = ""
-    codes: bool = False
+    name: str
+    source: Source
+    cores: int
+    dtype: str
 
 
-PEERS = {
-    "transformers": Peer(("torch", "transformers"), "parity"),
-    "kvpress": Peer(
-        ("torch", "transformers", "kvpress"), "kvpress", ("full", "snapkv(keep=0.25)"), "jkv.bench.presses"
-    ),
-    "llama.cpp": Peer(("xllamacpp",), "llama", ("full", "int8", "int4"), "jkv.bench.llama", codes=True),
-}
-
-
-def start(
-    specs: Iterable[str], machine: Machine, dtype: str | None = "float32", vs: str | None = None
-) -> tuple[int, str]:
+def start(specs: Iterable[str], machine: Machine, dtype: str | None = "float32") -> tuple[int, str]:
     """Check the arguments, cheapest first, and confine the process to its cores.
 
     Returns:
         The number of cores, and the dtype of the weights.
 
     Raises:
-        ValueError: A cache, dtype, thread count or peer cannot be used.
+        ValueError: A cache, dtype or thread count cannot be used.
         OSError: The result file cannot be written.
     """
     cores = use_cores(machine.threads)  # before jax starts one thread per available core
@@ -72,42 +62,18 @@ def start(
     for spec in specs:
         methods.parse(spec)
     dtype = dtype_of(dtype)
-    if vs is not None:
-        check_peer(vs, specs)
     environment.check_path(machine.out)
     return cores, dtype
 
 
-def check_peer(vs: str, specs: Iterable[str]) -> None:
-    if vs in ("sdpa", "cudnn"):
-        raise ValueError(f"--vs {vs}: it is attention alone, on a GPU: a column of jkv bench kernel there")
-    if vs not in PEERS:
-        from jkv import methods
-
-        try:
-            methods.parse(vs)
-        except ValueError as error:
-            raise ValueError(f"--vs {vs}: the peers are {', '.join(PEERS)}, and other caches: {error}") from None
-        return
-    peer = PEERS[vs]
-    if missing := [name for name in peer.packages if find_spec(name) is None]:
-        raise ValueError(f"beside {vs}: {' and '.join(missing)} is missing; {install(peer.extra)}")
-    import jax
-
-    if jax.default_backend() != "cpu":
-        raise ValueError(f"beside {vs}: it runs on the CPU here; set JAX_PLATFORMS=cpu so that jkv does too")
-    if peer.shared:
-        from jkv import methods
-
-        for spec in specs:
-            import_module(peer.shared).shared(str(methods.parse(spec)), 1)
-
-
-def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]:
+def subject(o: Subject, dtype: str, copies: int = 1) -> tuple[str, Source]:
     """Return the name of the measured model and its source (config, and tensors that are read lazily).
 
+    Args:
+        copies: Copies of the weights that must fit in memory.
+
     Raises:
-        ValueError: The model and weight options do not work together, or not with the peer `vs`.
+        ValueError: The model and weight options do not work together.
     """
     from jkv.bench.model_shapes import subject
     from jkv.io.load import check_weights
@@ -115,14 +81,8 @@ def subject(o: Subject, dtype: str, vs: str | None = None) -> tuple[str, Source]
     check_weights(o.weights)
     if o.weights == "file" and o.random_weights:
         raise ValueError("--weights file: random weights are of no file; use int8 or int4")
-    codes = vs in PEERS and PEERS[vs].codes
-    if o.weights is not None and vs in PEERS and not codes:
-        raise ValueError(f"--weights {o.weights} beside {vs}: it has floats alone; leave --weights out")
     size = 1 if o.weights else 4 if dtype == "float32" else 2
-    name, source = subject(o.model, o.shape, o.random_weights, size, 1 + (vs in PEERS))
-    if codes and source.file is None:
-        raise ValueError(f"--vs {vs}: it reads .gguf files alone, and {name} is none")
-    return name, source
+    return subject(o.model, o.shape, o.random_weights, size, copies)
 
 
 def build(o: Subject, source: Source, dtype: str) -> Params:
@@ -173,3 +133,80 @@ def measure(
         if rows:
             console.show(table(rows))
     return rows
+
+
+def time_caches(
+    what: What,
+    o: Timed,
+    specs: Sequence[str],
+    steps: int,
+    setup: Setup,
+    peer: Callable[[Params], Peer] | None = None,
+    beside: Sequence[str] = (),
+) -> None:
+    """Time caches at each context, in turns with a peer if there is one.
+
+    Args:
+        what: "decode", "prefill" or "flush".
+        specs: The caches.
+        steps: Tokens per round of decoding.
+        peer: Creates the peer from the loaded model.
+        beside: Caches of the peer, checked as `specs` are.
+    """
+    from jkv import models
+    from jkv.bench import environment, speed
+
+    contexts, source, dtype = o.context or CONTEXTS, setup.source, setup.dtype
+    speed.check(what, [*specs, *beside], contexts, steps, models.read_config(source.config))
+
+    def found() -> Iterator[Row]:
+        params = build(o, source, dtype)
+        turns = None if peer is None else peer(params)
+        return speed.rows(what, params, specs, contexts, batch=o.batch, steps=steps, rounds=o.rounds, peer=turns)
+
+    timed = {"timed": speed.TIMED[what], "dtype": dtype, "weights": o.weights, "rounds": o.rounds}
+    about = environment.meta(setup.name, setup.cores, **timed)
+    says = lambda r: f"{what} {r['cache']} at {r['context']}: {r['ms']:.2f} ms"  # noqa: E731
+    measure(len(specs) * len(contexts), found, says, partial(speed.table, what), about, o.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load(Machine):
+    """The options of a load on a server."""
+
+    model: Model = MODEL
+    cache: Annotated[
+        list[str] | None, typer.Option(help="Cache of the requests; repeat to alternate. Default: full.")
+    ] = None
+    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent streams.")] = 8
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of the load.")] = 180
+    new: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64
+    rows: Annotated[int, typer.Option(min=1, help="Batch size of the server.")] = 8
+
+
+def load_server(o: Load, peers: Callable[[int], Iterator[Row]] = lambda cores: iter(()), more: int = 0) -> None:
+    """Start `jkv serve`, load it, and then measure the servers of `peers`.
+
+    Args:
+        peers: Measures other servers on this number of cores.
+        more: Number of their records.
+    """
+    specs = o.cache or ["full"]
+    cores, dtype = start(specs, o, None)
+    from jkv.bench import environment
+    from jkv.bench import serve as under
+
+    # Options of the `jkv serve` process.
+    arguments = ["--model", o.model, "--dtype", dtype, "--port", "0", "--rows", str(o.rows)]
+    arguments += ["--prompt-tokens-limit", "512", "--new-tokens-limit", str(o.new), "--caches", str(len(set(specs)))]
+    arguments += [x for spec in dict.fromkeys(specs) for x in ("--cache", spec)]
+
+    def found() -> Iterator[Row]:
+        with under.started(arguments) as (port, pid):
+            answers, held, elapsed = under.load(port, pid, o.model, specs, o.clients, o.seconds, o.new)
+            yield {"server": "jkv", "clients": o.clients, **under.row(answers, held, elapsed)}
+        yield from peers(cores)
+
+    says = lambda r: f"{r['server']}, {r['clients']} clients: {r['answers']} answers, {r['lost']} lost"  # noqa: E731
+    about = environment.meta(o.model, cores, dtype=dtype, caches=specs, rows=o.rows, new=o.new, seconds=o.seconds)
+    measure(1 + more, found, says, under.table, about, o.out)

@@ -11,8 +11,6 @@ import typer
 from jkv.cli import eval_tasks
 from jkv.cli.eval_common import Catalogue, drawn, setting, show
 from jkv.cli.options import MODEL, Compared, Measured, Text, flat
-from jkv.cli.pack import pack, unpack
-from jkv.cli.tokens import tokens
 from jkv.cli.weight_formats import weights
 from jkv.utils import console
 
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Measure the quality of caches: perplexity, fidelity, tasks. Offline and resumable."
 )
-for command in (tokens, pack, unpack, weights):
-    app.command()(command)
+app.command()(weights)
 
 ENDLESS = "streaming(budget=512)"
 Frozen = Annotated[bool, typer.Option("--frozen", help="Compress only the prefix.")]
@@ -276,9 +273,8 @@ def store(
 def report(
     files: Annotated[list[str], typer.Argument(help="Result files of jkv eval.")],
     plots: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Plot quality against bytes and time.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained interactive page.")] = None,
 ) -> None:
-    """Show result files as one table; optionally plot them or write an interactive page."""
+    """Show result files as one table; optionally plot them."""
     from jkv.eval.pareto import load, points
     from jkv.eval.report import table
 
@@ -286,14 +282,7 @@ def report(
     if not any(rows for *_, rows in found):
         raise ValueError("these files have no rows yet: run jkv eval first")
     measured = points(found)  # rows of `picks` have no cache bytes: they are only plotted
-    if html is not None and not measured:
-        raise ValueError("--html: these rows have no bytes of a cache; --plots draws them")
     if measured:
         console.show(table(measured))
     if plots is not None:
         drawn(found, plots)
-    if html is not None:
-        from jkv.eval import html_page
-
-        html_page.write(measured, html)
-        print(f"written: {html}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 
 @contextlib.contextmanager
@@ -19,26 +21,14 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         BlockingIOError: another process holds the lock and `wait` is False.
         OSError: the file cannot be created or locked.
     """
-    file = _taken(path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock = FileLock(path, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path)) from None
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(file)
-
-
-def _taken(path: Path, how: int) -> int:
-    """Open and lock the file, retrying if its last owner has just removed it."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, how)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                return file
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)
+            path.unlink()  # still locked: a process that waits for it finds no file, and makes its own
+        lock.release()

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 
 from jkv import models
 from jkv.bench import (
-    compare,
-    engines,
     environment,
     kernel,
     long_context,
@@ -25,10 +23,10 @@ from jkv.bench import (
     sampling,
     speculative,
     speed,
+    trials,
 )
 from jkv.cache.cache import tree_bytes
 from jkv.cli import bench as cli
-from jkv.cli import bench_common
 from jkv.cli.app import app
 from jkv.core.compilation import peak_bytes
 from jkv.utils import memory
@@ -69,7 +67,7 @@ def refused(result, *says, code=1):
 
 
 def test_trials_run_and_can_be_repeated(params):
-    ids, engine = np.ones((1, 8), np.int64), engines.Jkv(params)
+    ids, engine = np.ones((1, 8), np.int64), trials.Jkv(params)
     for trial in (engine.prefill(ids), engine.decode(ids, 4)):
         assert trial() > 0
         assert trial() > 0  # decoding consumes its state: the second trial needs one of its own
@@ -94,7 +92,6 @@ def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
     tied = models.random(dict(models.TINY, tie_word_embeddings=True))
     assert measure.weight_bytes(params) == measure.weight_bytes(tied)
     assert measure.weight_bytes(tied) == tree_bytes((tied.embed, tied.layers, tied.norm))
-    assert compare.step_bytes(tied, 10) - compare.step_bytes(tied, 0) == 10 * L * 2 * H * D * 4
 
 
 @pytest.mark.parametrize(
@@ -107,13 +104,13 @@ def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
 )
 def test_bytes_of_a_step_by_hand(params, spec, sinks, slots, slot):
     """Recent window of 16 + 16 tokens, then the tier; columns of scores and kept queries are not read by a step."""
-    cache = engines.Jkv(params, spec, rows=3).empty(200, 20)
+    cache = trials.Jkv(params, spec, rows=3).empty(200, 20)
     recent = (sinks + 32) * (2 * H * D * 4 + 4)
     assert measure.cache_bytes(cache) == 3 * L * (recent + slots * slot)
 
 
 def test_a_selector_reads_its_index_and_its_picks(params):
-    cache = engines.Jkv(params, "quest(pages=3, page=8, dense_layers=1)").empty(256, 20)
+    cache = trials.Jkv(params, "quest(pages=3, page=8, dense_layers=1)").empty(256, 20)
     token, slots = 2 * H * D * 4, cache.plan[0].tiers[0].capacity
     recent = sum(p.recent_size for p in cache.plan) * (token + 4)
     picked = 3 * 8 * (token + H * 4)  # the positions of the picks, head by head
@@ -123,7 +120,7 @@ def test_a_selector_reads_its_index_and_its_picks(params):
 
 @pytest.mark.slow
 def test_a_round_of_decoding_starts_before_a_flush(params):
-    engine = engines.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
+    engine = trials.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
     ids = np.random.default_rng(0).integers(0, 100, (2, 100))
     state, program, seconds = engine.full_window(ids, 16)
     assert int(state.cache.fill) == state.cache.plan[0].recent_size and state.cache.seen.tolist() == [100, 100]
@@ -139,8 +136,8 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
 @pytest.mark.slow
 def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
     spec = "streaming(budget=64)"
-    assert engines.Jkv(params, spec, 1, 632).params.config.ropes[0].longest == 632
-    assert engines.Jkv(params, "full", 1, 632).params.config == params.config
+    assert trials.Jkv(params, spec, 1, 632).params.config.ropes[0].longest == 632
+    assert trials.Jkv(params, "full", 1, 632).params.config == params.config
     rows = list(speed.rows("decode", params, [spec], [600], steps=16, rounds=1))
     assert rows[0]["context"] == 600 > params.config.context
     with pytest.raises(ValueError, match="--context 600 and 16 new tokens: the model's context is 512"):
@@ -299,7 +296,7 @@ def test_growth_draws_and_writes(tmp_path):
 def test_growth_times_no_token_twice(params):
     stops, model = [], params.config
 
-    class Counting(engines.Jkv):
+    class Counting(trials.Jkv):
         def run(self, state, stop):
             stops.append(stop)
             return super().run(state, stop)
@@ -348,11 +345,8 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         ((*DECODE, *TINY, "--dtype", "int8"), "must be one of float32"),
         ((*DECODE, *TINY, "--weights", "int3"), "must be one of int8, int4, file"),
         ((*DECODE, *TINY, "--context", 40, "--weights", "file"), "random weights are of no file; use int8 or int4"),
-        (
-            (*DECODE, *TINY, "--vs", "vllm"),
-            "the peers are transformers, kvpress, llama.cpp, and other caches: unknown method",
-        ),
-        ((*DECODE, *TINY, "--vs", "sdpa"), "a column of jkv bench kernel"),
+        ((*DECODE, *TINY, "--vs", "vllm"), "--vs vllm: unknown method"),
+        ((*DECODE, *TINY, "--vs", "kvpress"), "other engines: python -m benchmarks.speed"),
         ((*KERNEL, "--op", "flush"), "--op flush: there is decode_attention"),
         ((*KERNEL, "--kernels", "tpu"), "this process runs on cpu, which has xla"),
         ((*KERNEL, "--kernels", "cuda"), "one of auto, xla, tpu, gpu"),
@@ -374,24 +368,6 @@ def test_options_that_cannot_be_read():
     refused(call(*DECODE, "--steps", 0), "(see jkv bench decode --help)", code=2)
     refused(call("bench", "flush", "--steps", 4), "No such option", code=2)  # it would do nothing
     assert call("bench").stdout == call("bench", "--help").stdout != ""
-
-
-def test_a_missing_peer_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(bench_common, "find_spec", lambda name: None)
-    refused(call(*DECODE, *TINY, "--vs", "transformers"), "torch and transformers", "pip install -e '.[parity]'")
-    refused(call("bench", "compare", "--model", "nothing"), "pip install -e '.[parity]'")
-    refused(
-        call(*DECODE, *TINY, "--vs", "kvpress"), "torch and transformers and kvpress", "pip install -e '.[kvpress]'"
-    )
-
-
-@pytest.mark.parametrize(
-    "cache", ["int8", "quest", "kvmerger(budget=32)", "snapkv(budget=32, window=8)", "snapkv(budget=32) | int8"]
-)
-def test_what_only_jkv_has_is_not_compared_with_kvpress(monkeypatch, cache):
-    monkeypatch.setattr(bench_common, "find_spec", lambda name: name)
-    args = (*DECODE, *TINY, "--cache", cache, "--vs", "kvpress")
-    refused(call(*args), f"it has no {cache}; both have full, and with budget= or keep= alone streaming, knorm, snapkv")
 
 
 # ---------------------------------------------------------------- one operation
@@ -601,120 +577,3 @@ def test_the_other_cache_runs_what_is_asked():
     ids = np.random.default_rng(0).integers(0, 100, (2, 40))
     peer = speed.Beside(models.random(models.TINY), "streaming(budget=32)")
     assert len(peer.trial("decode", ids, 4)()) == 4 and len(peer.trial("prefill", ids, 0)()) == 1
-
-
-# ---------------------------------------------------------------- beside transformers
-
-
-@pytest.fixture
-def torch():
-    pytest.importorskip("transformers")
-    return pytest.importorskip("torch")
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")  # of torch and transformers, not ours
-@pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_the_peer_takes_turns_and_its_cache_is_said(torch, what, tmp_path):
-    out, steps = tmp_path / "x.json", ("--steps", 4) if what == "decode" else ()
-    args = ("--context", 40, "--cache", "snapkv(budget=32, window=8)", "--rounds", 2, "--batch", 2, "--json", out)
-    result = call("bench", what, *TINY, *args, *steps, "--vs", "transformers")
-    assert result.exit_code == 0, result.output
-    assert "transformers ms" in result.stdout and "(full)" in result.stdout
-    row = json.loads(out.read_text())["rows"][0]
-    assert row["peer"]["name"] == "transformers" and row["peer"]["cache"] == "full"
-    assert row["ratio"] == pytest.approx(row["ms"] / row["peer"]["ms"])
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-def test_a_peer_with_other_weights_is_found_out(torch, params):
-    source = model_shapes.noise(models.TINY, 4, 1)
-    peer = engines.Transformers(source, 1)
-    assert engines.largest_difference(engines.Jkv(params), peer) < 1e-4
-    absorb, lengths = peer.absorb, []
-    peer.absorb = lambda ids, cache: (lengths.append(cache.get_seq_length()), absorb(ids, cache))[1]
-    trial = peer.tokens(np.ones((1, 8), np.int64), 3)
-    assert len(trial()) == len(trial()) == 3
-    assert lengths == [0, 8, 9, 10, 8, 9, 10]  # each round starts after the prompt
-    peer.absorb = absorb
-    with torch.no_grad():
-        peer.model.lm_head.weight.mul_(2)
-    with pytest.raises(ValueError, match="do not run the same model"):
-        engines.largest_difference(engines.Jkv(params), peer)
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-def test_a_peer_writes_nothing_into_the_config_of_a_model(torch):
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    source = model_shapes.noise(models.TINY | {"rope_scaling": dict(yarn)}, 4, 1)
-    engines.Transformers(source, 1)
-    assert source.config["rope_scaling"] == yarn
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-def test_compare_is_a_table_and_a_file(torch, monkeypatch, tmp_path):
-    from jkv.io import load
-
-    for name in ("read_rate", "arithmetic"):
-        monkeypatch.setattr(compare, name, lambda *_: 1e9)
-    monkeypatch.setattr(load, "read", lambda name: model_shapes.noise(models.TINY, 4, 1))
-    args = ("--context", 40, "--prompt", 30, "--steps", 4, "--rounds", 1, "--json", tmp_path / "c.json")
-    result = call("bench", "compare", *args)
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert [(r["what"], r["tokens"]) for r in rows] == [("decode", 40), ("prefill", 30), (compare.NARROW, 30)]
-    assert all(r["ratio"] == r["jkv"] / r["other"] and r["logits_apart"] < 1e-4 for r in rows)
-    assert rows[0]["floor"] == pytest.approx(compare.step_bytes(models.random(models.TINY), 40) / 1e6)
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-def test_compare_beyond_the_context_is_refused(torch, monkeypatch):
-    from jkv.io import load
-
-    monkeypatch.setattr(load, "read", lambda name: model_shapes.noise(models.TINY, 4, 1))
-    refused(call("bench", "compare", "--prompt", 30, "--context", 500), "532 tokens are asked for", "context is 512")
-
-
-@pytest.fixture
-def kvpress(torch):
-    return pytest.importorskip("kvpress")
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_kvpress_takes_turns_with_the_same_budget(kvpress, what, tmp_path):
-    out, steps = tmp_path / "x.json", ("--steps", 4) if what == "decode" else ()
-    caches = ("--cache", "full", "--cache", "snapkv(budget=40)", "--cache", "h2o(keep=0.5)")
-    args = ("--context", 80, *caches, "--rounds", 2, "--batch", 2, "--json", out)
-    result = call("bench", what, *TINY, *args, *steps, "--vs", "kvpress")
-    assert result.exit_code == 0, result.output
-    rows = json.loads(out.read_text())["rows"]
-    assert [r["peer"]["cache"] for r in rows] == ["full", "snapkv, 40 tokens", "h2o, 40 tokens"]
-    assert all(r["ratio"] == pytest.approx(r["ms"] / r["peer"]["ms"]) for r in rows)
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("method", ["streaming", "knorm", "snapkv", "keydiff", "tova", "expected_attention", "h2o"])
-def test_what_kvpress_holds_is_the_budget_and_each_token_has_its_place(kvpress, method):
-    peer = engines.Kvpress(model_shapes.noise(models.TINY, 4, 1), 1)
-    peer.follow(f"{method}(budget=37)", 80)
-    lengths, places, step = [], [], peer.model.forward
-
-    def forward(*args, position_ids=None, past_key_values=None, **more):
-        out = step(*args, position_ids=position_ids, past_key_values=past_key_values, **more)
-        lengths.append([layer.keys.shape[2] for layer in past_key_values.layers])
-        places.append(None if position_ids is None else position_ids.unique().tolist())
-        return out
-
-    peer.model.forward = forward
-    trial = peer.tokens(np.random.default_rng(0).integers(0, 100, (2, 80)), 2)
-    assert len(trial()) == len(trial()) == 2
-    assert lengths == [[37] * L, [38] * L, [39] * L, [38] * L, [39] * L]
-    start = 37 if method == "streaming" else 80  # keys at their rank: so are the new tokens
-    assert places == [None, [start], [start + 1], [start], [start + 1]]

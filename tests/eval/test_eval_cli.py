@@ -19,7 +19,6 @@ from jkv.cli import eval_tasks
 from jkv.cli.app import app
 from jkv.core import decode_loop
 from jkv.eval import experiments, quality
-from jkv.eval import tokens as tokens_study
 from jkv.io import load as loading
 from support.speaking import PARAMS, TINY, byte_tokenizer
 
@@ -211,11 +210,8 @@ def saved(path, *arrays, **named):
         (("niah", "--depths", 1), "depths=1"),
         (("multiturn", "--tasks", "multihop"), "did you mean 'multi_hop'?"),
         (("multiturn", "--mode", "again"), "reused, turns or rebuilt"),
-        (("tokens", "--train", 300, "--text", "a.txt", "--cache", "int4"), "leave out --text, --cache, or --train"),
-        (("tokens", "--megabytes", 2), "give --train N with it"),
         (("report", "nothing.json"), "nothing.json: No such file"),
         (("report", "*.json"), "no rows yet"),
-        (("report", "nothing.json", "--html", "page.html"), "nothing.json: No such file"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
@@ -227,11 +223,8 @@ def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "args",
     [
-        ("pack", "~/file", "--out", "~/file/out"),
-        ("unpack", "~/file", "--out", "~/file/out"),
         ("dataset", "~/rows.jsonl", "--kvpress", "~/file"),
         ("ruler", "--tasks", "vt", "--kvpress", "~/file"),
-        ("tokens", "--train", 300, "--json", "~/file/out"),
     ],
 )
 def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, monkeypatch):
@@ -240,7 +233,6 @@ def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, 
     (tmp_path / "file").write_text("a text")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded"))
-    monkeypatch.setattr(tokens_study, "study", lambda *_: pytest.fail("trained"))
     done = run(*args, code=1)
     assert done.stderr.startswith(f"error: {tmp_path}/file: ") and done.stderr.count("\n") == 1
     assert {x.name for x in tmp_path.iterdir()} == {"rows.jsonl", "file"}

@@ -236,7 +236,7 @@ def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path
     from lm_eval.models.huggingface import HFLM
     from transformers import PreTrainedTokenizerFast
 
-    from jkv.bench.engines import Transformers
+    from benchmarks.engines import Transformers
 
     source = model_shapes.noise(TINY, 4, 1)
     core = byte_tokenizer().core

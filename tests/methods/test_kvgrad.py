@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jkv
+from benchmarks.presses import Wordless
 from golden import make as golden
 from jkv import models
-from jkv.bench.presses import Wordless
 from jkv.cache.cache import Cache
 from jkv.cache.padding import pad
 from jkv.core import compilation, decode_loop, deferred_prefill, layer_step
@@ -193,7 +193,7 @@ def test_a_model_in_codes_has_the_slopes_of_its_floats(form):
 
 def families(name: str) -> tuple[models.Params, Any, np.ndarray]:
     """A tiny model of a family, the same in transformers, and token ids."""
-    from jkv.bench.engines import Transformers
+    from benchmarks.engines import Transformers
 
     tensors = {key: (lambda a=a: a) for key, a in golden.weights(golden.CASES[name], 0).items()}
     params = models.build(golden.CASES[name], tensors, jnp.float32)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import jkv  # noqa: E402
-from jkv.bench.engines import Transformers  # noqa: E402
+from benchmarks.engines import Transformers  # noqa: E402
 from jkv.cache.padding import pad  # noqa: E402
 
 NEW, NEAR = 64, 16  # greedy tokens; those within 1e-4

@@ -97,7 +97,7 @@ def layouts() -> dict[str, LayerConfig]:
                 plan = resolve(config, MODEL, LONGEST, 0)[0]
                 kinds = [(t.unit > 1, t.share is not None, t.rope, t.evicts) for t in plan.tiers]
                 key = f"{kinds} {type(score).__name__} {plan.pooled}"
-                if key not in found or plan.recent_size < found[key].room:  # whose flushes come soonest
+                if key not in found or plan.recent_size < found[key].recent_size:  # whose flushes come soonest
                     found[key] = plan
     return found
 

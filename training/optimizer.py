@@ -78,7 +78,7 @@ def create(score: Any, tx: optax.GradientTransformation) -> TrainState:
     >>> state.score.tolist(), state.number
     ([0.0, 0.0], 1)
     """
-    state = TrainState.create(apply_fn=None, params={"score": score}, tx=tx, layers=jnp.int32(0))  # type: ignore[arg-type]
+    state = TrainState.create(apply_fn=None, params={"score": score}, tx=tx, layers=jnp.int32(0))
     return state.replace(step=jnp.int32(0))
 
 

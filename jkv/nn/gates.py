@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +33,6 @@ class MLP(nnx.Module):
         offset: Initial bias of the output.
     """
 
-    act: ClassVar[Callable[[Array], Array]] = staticmethod(nnx.silu)
     use_bias: ClassVar[bool] = True
     init: ClassVar[nnx.Initializer] = staticmethod(even)
     depths: ClassVar[tuple[int, ...]] = (1,)  # that a folder may have
@@ -46,6 +44,11 @@ class MLP(nnx.Module):
         how: dict[str, Any] = dict(use_bias=self.use_bias, kernel_init=self.init, rngs=rngs)
         self.hidden = nnx.List([nnx.Linear(i, o, **how) for i, o in zip(widths, widths[1:], strict=False)])
         self.out = nnx.Linear(widths[-1], heads, bias_init=nnx.initializers.constant(offset), **how)
+
+    @staticmethod
+    def act(x: Array) -> Array:
+        """The activation of hidden layers."""
+        return nnx.silu(x)
 
     @classmethod
     def sizes(cls, shapes: Shapes) -> dict[str, int]:

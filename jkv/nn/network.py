@@ -67,7 +67,7 @@ def per_layer(make: Callable[..., nnx.Module], layers: int, key: Array) -> Netwo
     """Initialize `layers` independent modules make(rngs=...) and stack their arrays to [L, ...]."""
     module = nnx.vmap(lambda rngs: make(rngs=rngs))(nnx.Rngs(key).split(layers))
     arrays = {_name(path): x.get_value() for path, x in nnx.to_flat_state(nnx.state(module))}
-    return Network(arrays=arrays, kind=type(module))
+    return Network(arrays=arrays, kind=type(module))  # type: ignore[arg-type]  # `make` makes one of a Kind
 
 
 def restore(kind: Kind, arrays: Mapping[str, np.ndarray]) -> Network | None:

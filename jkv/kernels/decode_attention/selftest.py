@@ -24,7 +24,7 @@ import numpy as np
 from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
-SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # dtype of steps and lows
+SCALES = dict.fromkeys(("gpu", "tpu", "cpu", "xla"), ml_dtypes.bfloat16)  # dtype of steps and lows
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # e4m3 is multiplied as float16
 LONG = 2**17  # slots
 EXACT = 2.0**-18  # operands without rounding: error of float32 accumulation, which tensor cores truncate
@@ -304,7 +304,7 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
     """Return the relative rounding error of the operands of K @ q and of V @ p."""
-    if kernel == "xla":  # the reference, in float32
+    if kernel in ("cpu", "xla"):  # in float32
         return EXACT, EXACT
     if kernel == "tpu":  # operands of two int8 rows with codes, bfloat16 with floats
         keys, values = (ROUNDING["float16" if x.bits else "bfloat16"] for x in (case.k, case.v))

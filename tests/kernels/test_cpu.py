@@ -143,17 +143,14 @@ def test_what_it_does_not_take_is_refused(why: str, change: dict):
         run(p | dict(k=replace(p["k"], bits=change.get("bits", 8))))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["full", "int8", "int4(group=16)", "snapkv(budget=48, window=8) | int4", "h2o(budget=48)", "kivi(bits=2)",
-     "turboquant(bits=3)", "ksort", "quest", "int8(pooled=True)"],
-)  # fmt: skip
+CACHES = ["full", "int8", "int4(group=16)", "snapkv(budget=48, window=8) | int4", "h2o(budget=48)", "kivi(bits=2)"]
+CACHES += ["turboquant(bits=3)", "fp8", "mustafar", "quest", "adakv(budget=48)"]
+
+
+@pytest.mark.parametrize("text", CACHES)
 def test_greedy_tokens_are_those_of_xla(text: str):
     prompts = np.random.default_rng(1).integers(0, 64, (3, 90))
-    try:
-        config = methods.parse(text)
-    except ValueError as error:
-        pytest.skip(str(error))
+    config = methods.parse(text)
     own, xla = (
         jkv.generate(PARAMS, replace(config, kernels=kind), prompts, max_new_tokens=40) for kind in ("cpu", "xla")
     )

@@ -97,9 +97,11 @@ def test_no_slots_and_no_live_slots_are_no_keys():
         assert (part.m == -jnp.inf).all() and (part.l == 0).all() and (part.acc == 0).all()
 
 
+@pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("form", [Side(bits=0, floats="float32"), Side(bits=4)], ids=str)
-def test_what_dead_slots_hold_changes_no_bit(form: Side):
-    case = Case(k=form, v=form, slots=300, lengths=(300, 17), dim=64, new=2, window=100)
+def test_what_dead_slots_hold_changes_no_bit(form: Side, window: int):
+    """Without a window queries see positions from -3 on, and dead slots are at -1."""
+    case = Case(k=form, v=form, slots=300, lengths=(300, 17), dim=64, new=2, window=window)
     p = problem(case)
     dead = p["pos"] < 0
 
@@ -114,10 +116,10 @@ def test_what_dead_slots_hold_changes_no_bit(form: Side):
 
 
 def test_a_nan_that_a_query_sees_is_in_its_result():
-    for at in (0, 3, 30):
-        keys = np.ones((1, 1, 40, 16), np.float32)
+    for at, slots in ((0, 1), (0, 40), (3, 40), (30, 40)):
+        keys = np.ones((1, 1, slots, 16), np.float32)
         keys[0, 0, at] = np.nan
-        x, pos = KernelCodes(codes=jnp.asarray(keys)), jnp.arange(40, dtype=jnp.int32)[None, None]
+        x, pos = KernelCodes(codes=jnp.asarray(keys)), jnp.arange(slots, dtype=jnp.int32)[None, None]
         part = cpu.attention(
             jnp.ones((1, 1, 1, 1, 16)), x, x, pos, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 99, jnp.int32), 1.0
         )

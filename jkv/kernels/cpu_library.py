@@ -18,10 +18,10 @@ import subprocess
 import tempfile
 import threading
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from jkv.utils.compile_cache import cache_dir
 
@@ -84,8 +84,8 @@ def built(operation: str) -> Path:
     """
     source = Path(__file__).with_name(operation) / "cpu.cc"
     command = [*_compiler(), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), "-isystem", jax.ffi.include_dir()]
-    version = _run([command[0], "--version"])
-    parts = [source.read_text("utf-8"), *command, version, jaxlib.__version__, _instruction_sets()]
+    versions = [_run([command[0], "--version"]), version("jaxlib")]
+    parts = [source.read_text("utf-8"), *command, *versions, _instruction_sets()]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_dir() / "kernels"
     path = folder / f"{operation}_{digest}.so"

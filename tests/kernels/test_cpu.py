@@ -128,13 +128,13 @@ def test_a_nan_that_a_query_sees_is_in_its_result():
 
 def test_logits_of_a_cap_are_right():
     rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(1, 1, 2, 1, 64)) * 4, *rng.normal(size=(2, 1, 1, 50, 64))
+    q, (k, v) = rng.normal(size=(1, 1, 2, 1, 64)) * 4, rng.normal(size=(2, 1, 1, 50, 64))
     logits = 5 * np.tanh(np.einsum("bhgtd,bhsd->bhgts", q, k) * 0.5 / 5)
     w = np.exp(logits - logits.max(-1, keepdims=True))
     want = np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v)
-    codes = [KernelCodes(codes=jnp.asarray(x, jnp.float32)) for x in (k, v)]
+    keys, values = (KernelCodes(codes=jnp.asarray(x, jnp.float32)) for x in (k, v))
     pos, end = jnp.arange(50, dtype=jnp.int32)[None, None], jnp.full((1, 1), 50, jnp.int32)
-    part = cpu.attention(jnp.asarray(q, jnp.float32), *codes, pos, end * 0, end, Capped(by=0.5, cap=5.0))
+    part = cpu.attention(jnp.asarray(q, jnp.float32), keys, values, pos, end * 0, end, Capped(by=0.5, cap=5.0))
     np.testing.assert_allclose(part.finish(), want, atol=1e-5)
 
 

@@ -326,10 +326,10 @@ def sums_kernel(kind: str, dtype: Any, queries: Queries) -> str:
 
     "xla" unless the platform's kernel supports the window and there are enough queries.
     """
-    name, (_, _, groups, n, dim) = kernels.wanted(kind), queries.q.shape
-    if name == "xla" or (kind == "auto" and kernels.unready("attention_column_sums", name)):
+    operation, name, (_, _, groups, n, dim) = "attention_column_sums", kernels.wanted(kind), queries.q.shape
+    if name == "xla" or not kernels.exists(operation, name) or (kind == "auto" and kernels.unready(operation, name)):
         return "xla"
-    own = kernels.implementation("attention_column_sums", name)
+    own = kernels.implementation(operation, name)
     return "xla" if n < own.PART or own.supports(dtype, dim, groups) else name
 
 

@@ -54,7 +54,7 @@ class TierView:
             rotation.
         select: selector of the tier's pages, or None to read everything.
         unit: tokens that enter and leave the tier together.
-        kernels: allowed kernels, "auto", "xla", "tpu" or "gpu".
+        kernels: allowed kernels, "auto", "xla", "tpu", "gpu" or "cpu".
         lender: how many layers below is the layer that stores this one's codes; 0 if it stores its own.
     """
 

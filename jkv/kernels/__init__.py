@@ -1,8 +1,8 @@
-"""Pallas kernels: one package per operation, one module per platform, and the choice between them.
+"""Kernels: one package per operation, one module per platform that has a kernel of it, and the choice between them.
 
-kernels="auto" picks the platform's kernel if it supports the codes, and the portable loop of
-`jkv.attention.tier_attention` ("xla") otherwise. The choice and its reason are logged once and put into the report.
-kernels="tpu" or "gpu" uses that kernel or raises.
+Those of TPUs and GPUs are Pallas, those of CPUs C++. kernels="auto" picks the platform's kernel if it supports the
+codes, and the portable loop of `jkv.attention.tier_attention` ("xla") otherwise. The choice and its reason are logged
+once and put into the report. kernels="tpu", "gpu" or "cpu" uses that kernel or raises.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from math import lcm
 from types import ModuleType
 from typing import Any
@@ -20,10 +21,13 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jkv.kernels import cpu_library
+
 ROWS, HEADS, CONTEXT = "data", "model", "context"  # mesh axes: rows, kv heads, slots of tiers
 SLOTS = 128  # slots of a tier that a kernel reads together
 STEPS = 8  # key steps shared by several tokens that the TPU kernels read together
-KERNELS = ("auto", "xla", "tpu", "gpu")
+KERNELS = ("auto", "xla", "tpu", "gpu", "cpu")
+ON_CPU = "xla"  # what "auto" is on a CPU: the C++ kernels sum in another order, and must be asked for by name
 # Versions of jax for which the compiled loop of each GPU kernel is verified (tests/kernels/golden_gpu.json), because
 # Mosaic GPU may change from one version to the next. Under other versions only kernels="gpu" uses the kernels.
 PROVEN = {
@@ -75,7 +79,9 @@ def foreign() -> str:
 
 def wanted(kernels: str) -> str:
     """Resolve "auto" to the kind of kernel of the default device."""
-    return native() if kernels == "auto" else kernels
+    if kernels != "auto":
+        return kernels
+    return ON_CPU if native() == "xla" and jax.devices()[0].platform == "cpu" else native()
 
 
 def together(kernels: str, unit: int, grain: int) -> int:
@@ -84,7 +90,7 @@ def together(kernels: str, unit: int, grain: int) -> int:
     Kernels copy a tier of any other size before they read it.
 
     Args:
-        kernels: "auto", "xla", "tpu" or "gpu".
+        kernels: "auto", "xla", "tpu", "gpu" or "cpu".
         unit: The result is a multiple of this many slots.
         grain: Slots that share one step of their keys.
 
@@ -92,7 +98,7 @@ def together(kernels: str, unit: int, grain: int) -> int:
     (32, 128, 256, 128)
     """
     name = wanted(kernels)
-    if name == "xla":
+    if name in ("xla", "cpu"):
         return unit
     shared = name == "tpu" and 1 < grain <= SLOTS and SLOTS % grain == 0  # the TPU kernel supports no other grain
     return lcm(unit, SLOTS, STEPS * grain if shared else 1)
@@ -102,9 +108,22 @@ def check(kernels: str) -> None:
     """Raise ValueError for kernels that this process's devices cannot run."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r}: one of {', '.join(KERNELS)}")
-    if kernels not in ("auto", "xla", native()):
-        have = f"xla, {native()}" if native() != "xla" else "xla"
-        raise ValueError(f"kernels={kernels!r}: this process runs on {jax.devices()[0].device_kind}, which has {have}")
+    device = jax.devices()[0]
+    have = list(dict.fromkeys(["xla", native(), "cpu" if device.platform == "cpu" else "xla"]))
+    if kernels not in ("auto", *have):
+        raise ValueError(f"kernels={kernels!r}: this process runs on {device.device_kind}, which has {', '.join(have)}")
+    if kernels == "cpu" and (why := unready("decode_attention", kernels)) is not None:
+        raise ValueError(f"kernels='cpu': the cpu kernel of decode_attention {why}; use 'auto'")
+
+
+@cache
+def exists(operation: str, name: str) -> bool:
+    """Return whether a platform has a kernel of an operation; without one, XLA computes it there.
+
+    >>> exists("decode_attention", "cpu"), exists("prefill_attention", "cpu")
+    (True, False)
+    """
+    return find_spec(f"jkv.kernels.{operation}.{name}") is not None
 
 
 def implementation(operation: str, name: str) -> ModuleType:
@@ -116,7 +135,7 @@ class Choice:
     """The implementation that runs.
 
     Attributes:
-        name: "xla", "tpu" or "gpu".
+        name: "xla", "tpu", "gpu" or "cpu".
         why: Why the platform's own kernel does not run; "" if it does or is not available.
     """
 
@@ -129,7 +148,7 @@ def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | N
 
     Args:
         operation: Package name of the operation.
-        kernels: "auto", "xla", "tpu" or "gpu".
+        kernels: "auto", "xla", "tpu", "gpu" or "cpu".
         refusal: Returns what a kernel module does not support about the inputs, or None.
 
     Raises:
@@ -139,10 +158,10 @@ def choose(operation: str, kernels: str, refusal: Callable[[ModuleType], str | N
     'xla'
     """
     name = wanted(kernels)
-    if name == "xla":
+    if name == "xla" or not exists(operation, name):
         if why := foreign() if kernels == "auto" else "":
             _say(why)
-        return Choice(name, why)
+        return Choice("xla", why)
     if kernels != "auto":
         if (why := refusal(implementation(operation, name))) is None:
             return Choice(name)
@@ -168,11 +187,11 @@ def unready(operation: str, name: str) -> str | None:
         implementation(operation, name)
     except ImportError as error:
         return f"cannot be imported: {error}"
-    return None
+    return cpu_library.missing(operation) if name == "cpu" else None
 
 
 def plain(kernels: str, capped: bool) -> str:
-    """Return the `kernels` argument for a model's attention; "xla" if logits have a soft cap, which no kernel supports.
+    """Return the `kernels` argument for a model's attention; "xla" if logits have a soft cap and no kernel supports it.
 
     Raises:
         ValueError: A kernel is requested by name for capped logits.
@@ -180,11 +199,14 @@ def plain(kernels: str, capped: bool) -> str:
     >>> plain("auto", capped=False), plain("auto", capped=True)
     ('auto', 'xla')
     """
-    if not capped or wanted(kernels) == "xla":
-        return kernels if not capped else "xla"
+    name = wanted(kernels)
+    if not capped or name == "cpu":
+        return kernels
+    if name == "xla":
+        return name
     if kernels != "auto":
-        raise ValueError(f"kernels={kernels!r}: no kernel takes logits with a soft cap; use 'auto' or 'xla'")
-    _say("attention runs on xla: no kernel takes logits with a soft cap")
+        raise ValueError(f"kernels={kernels!r}: no {name} kernel takes logits with a soft cap; use 'auto' or 'xla'")
+    _say(f"attention runs on xla: no {name} kernel takes logits with a soft cap")
     return "xla"
 
 

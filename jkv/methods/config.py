@@ -94,7 +94,7 @@ class CacheConfig:
         hot: Offloaded pages of a head that stay on the device.
         hot_by: Rank of the pages that stay: "lru", "fifo" or "uses".
         device_bytes: Bytes of each device that a cache may take.
-        kernels: "auto", "xla", "tpu" or "gpu".
+        kernels: "auto", "xla", "tpu", "gpu" or "cpu".
         devices: Devices that divide the slots of each tier.
         exactness: How close the methods are to their sources.
         name: Text from which the config was parsed.

@@ -49,5 +49,5 @@ def test_no_kernel_is_asked_to_cap(monkeypatch):
     for params, kind in ((CAPPED, "xla"), (PARAMS, "auto")):
         for layer in resolve(config, params.config, rig.LONG, rig.STEPS):
             assert {layer.kernels, *(tier.kernels for tier in layer.tiers)} == {kind}
-    with pytest.raises(ValueError, match="no kernel takes logits with a soft cap; use 'auto' or 'xla'"):
+    with pytest.raises(ValueError, match="no tpu kernel takes logits with a soft cap; use 'auto' or 'xla'"):
         resolve(replace(config, kernels="tpu"), CAPPED.config, rig.LONG, rig.STEPS)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jkv import methods, models
 from jkv.cache import codec_map
-from jkv.kernels import implementation
+from jkv.kernels import cpu_library, implementation
 from jkv.kernels.decode_attention import reference, selftest, tpu_operands
 from jkv.methods import METHODS
 from jkv.methods.compatibility import check as check_config
@@ -70,10 +70,13 @@ def side(x: KernelCodes) -> selftest.Side:
     return selftest.Side(bits=x.bits, groups=x.step.shape[3], grain=x.codes.shape[2] // x.step.shape[2])
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
 def test_what_is_not_refused_is_right(platform: str, monkeypatch):
     """Beside float64 over what kernels are given, and that beside what decodes."""
-    how = parameters() if platform == "gpu" else pltpu.InterpretParams()
+    if platform == "cpu" and (why := cpu_library.missing("decode_attention")) is not None:
+        pytest.skip(why)
+    interpreters = {"gpu": parameters, "tpu": pltpu.InterpretParams}
+    how = {"interpret": interpreters[platform]()} if platform in interpreters else {}
     kernel = implementation("decode_attention", platform)
     monkeypatch.setattr(tpu_operands, "_bits", lambda x: x)  # as in test_tpu.py
     rng = np.random.default_rng(0)
@@ -96,7 +99,7 @@ def test_what_is_not_refused_is_right(platform: str, monkeypatch):
             jax.jit(partial(encoded, codec))(y) for codec, y in zip(pair, x, strict=True)
         )
         asks = jax.jit(asked)(q, key_codec)
-        part = jax.jit(lambda q, k, v: kernel.attention(q, k, v, **places, interpret=how))(asks, k, v)
+        part = jax.jit(lambda q, k, v: kernel.attention(q, k, v, **places, **how))(asks, k, v)
         given = jax.tree.map(np.asarray, dict(q=asks, k=k, v=v, **places))
         good, text = selftest.verdict(selftest.Case(k=side(k), v=side(v), dim=D, group=G), given, part, platform)
 

@@ -1,4 +1,4 @@
-"""Self-test of the kernel on this accelerator: `python -m jkv.kernels.decode_attention.selftest`.
+"""Self-test of the kernel on this device: `python -m jkv.kernels.decode_attention.selftest`.
 
 It runs every format of codes at edge-case lengths, with NaN in all dead slots, and compares with float64 numpy; then
 every format at 131,072 slots, where tile buffers wrap around and programs run in several waves. The bound is the
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jkv.kernels import cpu_library
 from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
-SCALES = {"gpu": ml_dtypes.bfloat16, "tpu": ml_dtypes.bfloat16, "xla": ml_dtypes.bfloat16}  # dtype of steps and lows
+SCALES = dict.fromkeys(("gpu", "tpu", "cpu", "xla"), ml_dtypes.bfloat16)  # dtype of steps and lows
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # e4m3 is multiplied as float16
 LONG = 2**17  # slots
 EXACT = 2.0**-18  # operands without rounding: error of float32 accumulation, which tensor cores truncate
@@ -254,10 +255,11 @@ def dense(x: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack bytes into codes i64[...,D], field by field; with 3 bits, the lower two and then the third."""
-    if bits == 3:
-        low, high = np.split(codes, [codes.shape[-1] // 3 * 2], -1)
-        return unpacked(low, 2) + 4 * unpacked(high, 1)
+    """Unpack bytes into codes i64[...,D], field by field; of 3, 5 and 6 bits the lower two or four, then the rest."""
+    if bits in (3, 5, 6):
+        own = 2 if bits == 3 else 4
+        low, high = np.split(codes, [codes.shape[-1] // bits * own], -1)
+        return unpacked(low, own) + 2**own * unpacked(high, bits - own)
     fields = [(codes >> (bits * j)) & (2**bits - 1) for j in range(8 // bits)]
     return np.concatenate(fields, -1).astype(np.int64)
 
@@ -304,7 +306,7 @@ def truth(p: dict[str, Any], rounding: tuple[float, float], size: float = 1.0) -
 
 def rounding(case: Case, kernel: str) -> tuple[float, float]:
     """Return the relative rounding error of the operands of K @ q and of V @ p."""
-    if kernel == "xla":  # the reference, in float32
+    if kernel in ("cpu", "xla"):  # in float32
         return EXACT, EXACT
     if kernel == "tpu":  # operands of two int8 rows with codes, bfloat16 with floats
         keys, values = (ROUNDING["float16" if x.bits else "bfloat16"] for x in (case.k, case.v))
@@ -395,16 +397,18 @@ def print_verdicts(kernel: str, found: Iterable[tuple[str, str]]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jkv.kernels.decode_attention.selftest", description=__doc__)
-    parser.add_argument("--kernel", choices=("gpu", "tpu"), default=jax.default_backend())
+    parser.add_argument("--kernel", choices=("gpu", "tpu", "cpu"), default=jax.default_backend())
     parser.add_argument("--slots", type=int, default=1024, help="capacity, a multiple of 1024")
     parser.add_argument("--long", type=int, default=LONG, help="capacity of two rows of every form; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plain", action="store_true", help="gpu: no subnormal operands, to find where an error is")
     args = parser.parse_args()
-    if args.kernel not in ("gpu", "tpu"):
-        print(f"no kernel runs on {args.kernel}; --kernel gpu or tpu, where there is one")
-        return 2
     every = [*cases(args.slots), *(long(args.long) if args.long else [])]
+    if args.kernel == "cpu":
+        if (why := cpu_library.missing("decode_attention")) is not None:
+            print(f"the cpu kernel {why}")
+            return 2
+        every = [case for case in every if not case.page]  # pages are gathered, and then read as a tier
     return print_verdicts(args.kernel, verdicts(args.kernel, every, args.seed, args.plain))
 
 

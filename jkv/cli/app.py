@@ -180,27 +180,16 @@ def _open(
     model: str,
     cache: str,
     dtype: str | None,
-    text: str,
-    chat: bool | None,
     mesh: str | None,
     weights: str | None,
     prefill_dtype: str | None,
-) -> tuple[Params, Any]:
-    """Load a model and make the text its prompt: chat messages if the chat template applies, else plain text.
-
-    The cache is parsed first, so that an invalid one raises before the weights are loaded.
-    """
+) -> Params:
+    """Load a model. The cache is parsed first, so that an invalid one raises before the weights are loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
 
     parse(cache)
-    params = loading.load(model, dtype, mesh, weights, prefill_dtype)
-    known = params.tokenizer is not None and params.tokenizer.template is not None
-    if chat or (chat is None and known):
-        if params.tokenizer is None:
-            raise ValueError(f"{model} has no tokenizer: give a model folder that has one")
-        return params, [{"role": "user", "content": text}]
-    return params, text
+    return loading.load(model, dtype, mesh, weights, prefill_dtype)
 
 
 def show(pieces: Iterator[str]) -> Any:
@@ -249,8 +238,7 @@ def generate(
 ) -> None:
     """Generate text. The text streams to stdout; the receipt (tokens kept, bytes, time) follows on stderr."""
     text, prefix_cache = read_prompt(prompt, file), stored.open()
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
-    params = chat_options.give(params)
+    params = chat_options.give(_open(model, cache, dtype, mesh, weights, prefill_dtype))
     options: dict[str, Any] = dict(
         **vars(drawing),
         max_new_tokens=max_new_tokens,
@@ -261,18 +249,19 @@ def generate(
         n=n,
         drafter=drafter,
         prefix_cache=prefix_cache,
+        chat=chat,
     )
     import jkv
 
     if as_json:
-        out = jkv.generate(params, cache, asked, **options)
+        out = jkv.generate(params, cache, text, **options)
         report = asdict(out.receipt) | {"ratio": out.receipt.ratio}
         print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
         return
     if n == 1:
-        out = show(jkv.stream(params, cache, asked, **options))
+        out = show(jkv.stream(params, cache, text, **options))
     else:
-        out = jkv.generate(params, cache, asked, **options)
+        out = jkv.generate(params, cache, text, **options)
         print("\n\n".join(f"[{i}] {text}" for i, text in enumerate(out.text)))
     print(f"\n{out.receipt}", file=sys.stderr)
 
@@ -365,11 +354,11 @@ def inspect(
     if plot is not None:
         inspecting.check_path(plot)
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
+    params = _open(model, cache, dtype, mesh, weights, prefill_dtype)
     import jkv
 
     with status("compiling and reading the prompt"):
-        held, _ = jkv.prefill(params, cache, asked, reserve=1, chunk=chunk)
+        held, _ = jkv.prefill(params, cache, text, reserve=1, chunk=chunk, chat=chat)
     found = inspecting.summary(held)
     if as_json:
         print(json.dumps(asdict(found) | {"nbytes": found.nbytes}))

@@ -85,6 +85,7 @@ class Generation:
         """
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
+        self.before = 0.0  # tokens that each row of a given cache has seen, on average
         self.rows = [row for row in rows for _ in range(asked.n)]
         self.prefix_cache, before = asked.prefix_cache, asked.prefix_cache.reused if asked.prefix_cache else 0
         # Sampling settings and stop conditions.
@@ -99,7 +100,8 @@ class Generation:
         self.reserve = -(-new // 64) * 64
         # Extend the given cache, or prefill a new one.
         if isinstance(cache, Cache):
-            self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
+            self.name, self.bounded, self.exactness = cache.name or "continued", False, "as the cache given"
+            self.before = float(np.mean(cache.seen))
             self.cache, logits, self.prefill_cost = extended(params, cache, rows, new)
             self.chunks = Chunks(size=0, why="whole, after the cache given")
         else:
@@ -248,6 +250,7 @@ class Generation:
             tokens_prompt=prompt * self.n,
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
+            tokens_seen=self.before + (prompt * self.n + new) / len(self.rows),
             dtype=str(state.cache.dtype),
             bits=tier_bits(state.cache),
             bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),

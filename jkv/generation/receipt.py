@@ -31,12 +31,13 @@ class Receipt:
     """The receipt of one generation.
 
     Attributes:
-        config: the composition, or "continued" for a given cache.
+        config: the composition, also that of a given cache; "continued" if it has no name.
         exactness: the exactness claims of the composition's parts.
         rows: sequences in the batch.
         tokens_prompt: prompt tokens of all rows.
         tokens_new: generated tokens of all rows.
         tokens_kept: tokens held per layer and kv head, mean over rows.
+        tokens_seen: tokens that went through the cache, mean over rows; with those before, if it was given.
 
         dtype: float type of uncompressed keys and values.
         bits: bits per number of keys, and of values, in tiers, metadata included; 0: no tiers.
@@ -89,6 +90,7 @@ class Receipt:
     tokens_prompt: int
     tokens_new: int
     tokens_kept: list[list[float]]
+    tokens_seen: float
     dtype: str
     bits: tuple[float, float]
     bytes_full: int
@@ -143,7 +145,7 @@ class Receipt:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        seen = self.tokens_seen
         tokens, beside = f"{seen:.0f} seen; no block attends", ""
         if self.bytes_bfloat16 != self.bytes_full:
             beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"

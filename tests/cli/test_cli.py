@@ -14,6 +14,7 @@ from jkv.cli.serve import read_token
 from jkv.eval import corpora, kvpress_dataset, store_replay
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
+from jkv.prompts.tokenization import encode
 from support.commands import PARAMS, RUNNER, call, refused, tokenizer
 
 CACHE = "snapkv(budget=40, window=8) | int8"
@@ -65,6 +66,7 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     assert seen == dict(
         cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
         repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, drafter=None, prefix_cache=None,
+        chat=False,
     )  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def test_a_template_is_told_what_is_given(tiny, monkeypatch):
     said = []
 
     def stream(params, cache, prompt, **options):
-        yield said.append(params.tokenizer.chat(prompt)) or ""
+        yield said.append(params.tokenizer.decode(encode(params, prompt, options["chat"])[0][0])) or ""
         return type("Out", (), {"receipt": "receipt"})
 
     monkeypatch.setattr(jkv, "stream", stream)

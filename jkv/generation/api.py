@@ -196,7 +196,7 @@ def generate(
         sampling=sampling,
     )
     run = Generation(params, options, *encode(params, prompt, chat, isinstance(cache, Cache)))
-    for _ in run.blocks():
+    for _ in chain([run.first()], run.blocks()):
         pass
     return run.result()
 

@@ -29,6 +29,8 @@ from jkv.cli import stages as stages_cli
 from jkv.cli.calibrate import calibrate
 from jkv.cli.options import (
     MODEL,
+    WHICH,
+    Cached,
     ChatOptions,
     Chunk,
     Drawing,
@@ -38,6 +40,7 @@ from jkv.cli.options import (
     PrefillDtype,
     PrefixCacheOptions,
     Weights,
+    default_cache,
     flat,
 )
 from jkv.cli.train import train
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from jkv.methods.registry import Row
     from jkv.models import Params
 
-CACHE = "snapkv(budget=512) | int4"
 UsageError: Any = typer.BadParameter.__base__  # click's class or typer's copy; newer versions export only the subclass
 
 
@@ -138,7 +140,6 @@ app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
 app.command()(serve_cli.serve)
 
-Cached = Annotated[str, typer.Option("--cache", help="Cache methods, joined by |; list them with: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
@@ -178,18 +179,19 @@ def read_prompt(text: str | None, file: str | None) -> str:
 
 def _open(
     model: str,
-    cache: str,
+    cache: str | None,
     dtype: str | None,
     mesh: str | None,
     weights: str | None,
     prefill_dtype: str | None,
-) -> Params:
-    """Load a model. The cache is parsed first, so that an invalid one raises before the weights are loaded."""
+) -> tuple[Params, str]:
+    """Load a model, and return it and the cache, which is checked before the weights are loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
 
-    parse(cache)
-    return loading.load(model, dtype, mesh, weights, prefill_dtype)
+    parse(cache or "full")
+    params = loading.load(model, dtype, mesh, weights, prefill_dtype)
+    return params, cache or default_cache(params.config)
 
 
 def show(pieces: Iterator[str]) -> Any:
@@ -205,14 +207,14 @@ def show(pieces: Iterator[str]) -> Any:
         return end.value
 
 
-@app.command()
+@app.command(epilog=WHICH)
 @flat
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt text; follows the text of --file if both are given.")
     ] = None,
     model: Model = MODEL,
-    cache: Cached = CACHE,
+    cache: Cached = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     drawing: Drawing = Drawing(),
     seed: Annotated[int, typer.Option(help="Random seed; answer i of -n uses seed + i.")] = 0,
@@ -238,7 +240,8 @@ def generate(
 ) -> None:
     """Generate text. The text streams to stdout; the receipt (tokens kept, bytes, time) follows on stderr."""
     text, prefix_cache = read_prompt(prompt, file), stored.open()
-    params = chat_options.give(_open(model, cache, dtype, mesh, weights, prefill_dtype))
+    params, cache = _open(model, cache, dtype, mesh, weights, prefill_dtype)
+    params = chat_options.give(params)
     options: dict[str, Any] = dict(
         **vars(drawing),
         max_new_tokens=max_new_tokens,
@@ -284,7 +287,9 @@ def methods(
     if as_json:
         print(json.dumps([_listed(r) for r in CATALOGUE.values()], indent=2))
         return
-    table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
+    table = Table(
+        title="jkv methods", caption='joined by |, such as "snapkv(budget=512) | int4"', row_styles=["", "dim"]
+    )
     for head in ("name", "paper", "axes", "exactness", "about"):
         table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
     for r in CATALOGUE.values():
@@ -336,7 +341,7 @@ def _pairs(as_json: bool) -> None:
 @app.command()
 def inspect(
     model: Model = MODEL,
-    cache: Cached = CACHE,
+    cache: Cached = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text; follows the text of --file.")] = None,
     file: File = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the kept tokens: out.png, .svg, .pdf")] = None,
@@ -354,7 +359,7 @@ def inspect(
     if plot is not None:
         inspecting.check_path(plot)
     text = read_prompt(prompt, file)
-    params = _open(model, cache, dtype, mesh, weights, prefill_dtype)
+    params, cache = _open(model, cache, dtype, mesh, weights, prefill_dtype)
     import jkv
 
     with status("compiling and reading the prompt"):

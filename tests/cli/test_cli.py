@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 
 import jkv
+from jkv.bench.model_shapes import SHAPES
 from jkv.cli.app import app, one_line, read_prompt
+from jkv.cli.options import ADVICE, default_cache
 from jkv.cli.serve import read_token
 from jkv.eval import corpora, kvpress_dataset, store_replay
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
+from jkv.methods.compatibility import check
 from jkv.prompts.tokenization import encode
 from support.commands import PARAMS, RUNNER, call, refused, tokenizer
 
@@ -306,3 +309,17 @@ def test_a_reader_that_leaves(args):
 def test_success_is_left_alone():
     with one_line():
         pass
+
+
+@pytest.mark.parametrize("name", ["generate", "inspect", "batch", "serve"])
+def test_every_command_has_the_default_cache_that_loses_nothing(name):
+    """And `jkv generate --help` says which cache to take for what; all of them can be read."""
+    told = " ".join(call(name, "--help").stdout.replace("│", " ").split())
+    assert "efault: int8 (full, if" in told or "Default cache (int8; full, if" in told
+    if name == "generate":
+        assert all(wish in told for wish in ADVICE)
+        assert [str(jkv.parse(cache.split(", with")[0])) for cache in ADVICE.values()]
+    attends, recurs = (jkv.models.read_config(SHAPES[x]) for x in ("llama-3.2-1b", "mamba2-130m"))
+    assert (default_cache(attends), default_cache(recurs)) == ("int8", "full")
+    for model in (attends, recurs):
+        check(jkv.parse(default_cache(model)), model)

@@ -1,4 +1,4 @@
-"""The `jkv` command: generate, batch, serve, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch.
+"""The `jkv` command: one module per command or group of commands.
 
 Importing this module does not import jax, so that `jkv --help` starts fast.
 """
@@ -25,6 +25,7 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
+from jkv.cli import size as size_cli
 from jkv.cli import stages as stages_cli
 from jkv.cli.calibrate import calibrate
 from jkv.cli.options import (
@@ -136,6 +137,7 @@ app.add_typer(bench_cli.app, name="bench", cls=Group)
 app.add_typer(train, name="train", cls=Group)
 app.add_typer(calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
+app.command()(size_cli.size)
 app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
 app.command()(serve_cli.serve)

@@ -10,7 +10,7 @@ from jkv.engine.formats import TEXT, from_openai
 from jkv.engine.request import Limits, request
 from jkv.generation import api
 from jkv.prompts.tokenization import encode
-from tests.support.speaking import PARAMS, byte_tokenizer
+from support.speaking import PARAMS, byte_tokenizer
 
 TEMPLATE = (
     "{% if messages[0].role != 'system' %}<s>be brief</>\n{% endif %}"

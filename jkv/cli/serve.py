@@ -69,6 +69,7 @@ def serve(
     for text in cache or ():
         parse(text)
     try:
+        from jkv.serve.server import LOCAL, bind
         from jkv.serve.server import serve as run
     except ImportError as error:
         raise ImportError(f"jkv serve needs {error.name}: {install('serve')}") from error
@@ -76,12 +77,23 @@ def serve(
     from jkv.serve.batches import Limits
     from jkv.serve.routes import Access
 
+    bound = bind(host, port, token)
     with status("loading"):
         params = chat_options.give(loading.load(model, dtype, None, weights, prefill_dtype))
     given = tuple(cache or (default_cache(params.config),))
     sizes = prompt_tokens_limit, new_tokens_limit
     limits = Limits.of(params.config.context, *sizes, rows=rows, caches=caches, queue=queue)
-    run(params, name or model, given, limits, Access(token=token), host, port, grace, prefix_cache, drafter)
+    run(
+        params,
+        name or model,
+        given,
+        limits,
+        Access(token=token, hosts=(*LOCAL, host)),
+        bound,
+        grace,
+        prefix_cache,
+        drafter,
+    )
 
 
 def read_token(path: Path | None) -> str:

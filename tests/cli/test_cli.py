@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -323,3 +324,14 @@ def test_every_command_has_the_default_cache_that_loses_nothing(name):
     assert (default_cache(attends), default_cache(recurs)) == ("int8", "full")
     for model in (attends, recurs):
         check(jkv.parse(default_cache(model)), model)
+
+
+def test_a_server_finds_a_taken_port_before_it_loads(monkeypatch):
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(loading, "load", None)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused(call("serve", "--port", port), f"port {port} is taken: give another --port, or --port 0 for a free one")
+    refused(call("serve", "--host", "192.0.2.1"), "it needs a token; give --token-file or JKV_TOKEN")

@@ -36,7 +36,7 @@ class Size:
     Attributes:
         cache: the composition.
         weights: bytes of the weights.
-        held: bytes of the cache, as its receipt will say.
+        held: bytes of the cache, as its receipt will say; of one that `divides`, about these.
         full: bytes of the full cache.
         peak: estimated bytes at the peak, weights included.
         chunk: prompt tokens per prefill chunk; 0: the whole prompt.
@@ -80,6 +80,11 @@ def shapes(config: CacheConfig, model: ModelConfig, context: int, dtype: Any, ba
 def longer(model: ModelConfig, context: int) -> ModelConfig:
     """Return the model with at least this context, for the full cache that a bounded one is compared with."""
     return replace(reaching(model, context), context=max(context, model.context))
+
+
+def divides(cache: str) -> bool:
+    """Return whether a prompt decides how the layers share the budget, so that bytes vary a little with it."""
+    return parse(cache).budget.statistic is not None
 
 
 def cache_bytes(cache: str, model: ModelConfig, context: int, dtype: Any) -> int:
@@ -161,6 +166,6 @@ def table(found: Sequence[Size], title: str) -> Table:
     )  # fmt: skip
     for x in found:
         said = [] if x.fits is None else [("yes" if x.fits else "no") + (f", --chunk {x.chunk}" if x.chunk else "")]
-        share = f"{x.held / x.full:.1%}"
-        out.add_row(x.cache, human(x.weights), human(x.held), share, human(x.peak), *said)
+        share, held = f"{x.held / x.full:.1%}", "~" * divides(x.cache) + human(x.held)
+        out.add_row(x.cache, human(x.weights), held, share, human(x.peak), *said)
     return out

@@ -12,7 +12,7 @@ from importlib.resources import files
 from rich import box
 from rich.table import Table
 
-from jkv.aot.size import human
+from jkv.aot.size import divides, human
 from jkv.eval.pareto import Point, load, pareto, points
 from jkv.methods import known
 
@@ -123,7 +123,8 @@ def answer_table(found: Sequence[Answer], full: int, title: str) -> Table:
     out = Table("you want", "cache", "bytes", "smaller", "KL", "later", "needles", box=box.MARKDOWN, title=title)
     for x in found:
         shares = ("-" if y is None else f"{y:.2f}" for y in (x.found.later, x.found.needles))
-        out.add_row(x.wish, x.found.cache, human(x.nbytes), f"{full / x.nbytes:.1f}x", f"{x.found.kl:.2g}", *shares)
+        held = "~" * divides(x.found.cache) + human(x.nbytes)
+        out.add_row(x.wish, x.found.cache, held, f"{full / x.nbytes:.1f}x", f"{x.found.kl:.2g}", *shares)
     return out
 
 

@@ -618,6 +618,7 @@ def test_bytes_by_arithmetic_are_those_of_the_receipt(text, context):
     ids = [5, 6, 7] * context
     cache, _ = jkv.prefill(params, text, ids[: context - new], reserve=-(-new // 64) * 64)
     assert cache.nbytes == size.cache_bytes(text, params.config, context, "float32")
+    assert not size.divides(text) and size.divides("kvzip(keep=0.5) | int4")
     (found,) = size.sizes([text], params.config, context, "float32")
     full, _ = jkv.prefill(params, "full", ids[: context - new], reserve=-(-new // 64) * 64)
     assert (found.held, found.full, found.weights) == (cache.nbytes, full.nbytes, tree_bytes(params))

@@ -37,9 +37,10 @@ lint: .venv/installed  ## style, types and the arrows between rooms, on the pack
 	$(BIN)/pyright build/types/jkv
 	cd build/types && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
 
-docs: .venv/installed  ## docs/methods.md from the catalogue; tables from results/; pictures
+docs: .venv/installed  ## docs/methods.md from the catalogue; tables, and what jkv recommend ships, from results/; pictures
 	$(BIN)/python docs/methods.py
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/evidence.py
 	$(BIN)/python docs/pictures.py
 
 bench: .venv/installed  ## beside transformers on the same weights

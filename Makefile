@@ -35,9 +35,10 @@ lint: .venv/installed  ## style, types and the arrows between packages
 	$(BIN)/pyright jkv jkv/models jkv/training benchmarks examples
 	$(BIN)/lint-imports --no-cache --no-logo
 
-docs: .venv/installed  ## docs/methods.md from the catalogue; tables from results/; pictures
+docs: .venv/installed  ## docs/methods.md from the catalogue; tables, and what jkv recommend ships, from results/; pictures
 	$(BIN)/python docs/methods.py
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/evidence.py
 	$(BIN)/python docs/pictures.py
 
 bench: .venv/installed  ## beside transformers on the same weights

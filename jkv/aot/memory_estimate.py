@@ -318,7 +318,7 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
         "cache",
         "program",
         "weights",
-        "cache GiB",
+        "cache MiB",
         *(("host GiB", "MiB to the device a step") if away else ()),
         "temporaries",
         f"peak{of}",
@@ -331,7 +331,17 @@ def table(found: Sequence[tuple[str, Program]], target: Target) -> Table:
         made = ("-", "-") if p.refused else (gib(p.temporary), gib(p.peak))
         fits = "yes" if p.fits(target) else "no"
         moves = (gib(p.host), f"{p.moved_host / 2**20:,.1f}") if away else ()
-        out.add_row(cache, p.what, gib(p.weights), gib(p.cache), *moves, *made, fits, p.kernels, f"{p.compile_s:.0f}")
+        out.add_row(
+            cache,
+            p.what,
+            gib(p.weights),
+            f"{p.cache / 2**20:,.1f}",
+            *moves,
+            *made,
+            fits,
+            p.kernels,
+            f"{p.compile_s:.0f}",
+        )
     return out
 
 

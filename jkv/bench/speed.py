@@ -26,7 +26,7 @@ from jkv.models import ModelConfig, Params
 What = Literal["decode", "prefill", "flush"]
 
 TIMED = {
-    "decode": "a token at a time, as generate runs it (run_blocks), from a full recent window: p99 shows the flush",
+    "decode": "a token at a time, from a full recent window: p99 shows the flush; blocks, as generate runs, are faster",
     "prefill": "the whole prompt in one piece",
     "flush": "one flush of all layers (flush_due on a full recent window); it comes once every block tokens",
 }

@@ -1,4 +1,4 @@
-"""The `jkv` command: generate, batch, serve, inspect, methods, eval, bench, recommend, plan, train, calibrate, fetch.
+"""The `jkv` command: one module per command or group of commands.
 
 Importing this module does not import jax, so that `jkv --help` starts fast.
 """
@@ -25,10 +25,13 @@ from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
+from jkv.cli import size as size_cli
 from jkv.cli import stages as stages_cli
 from jkv.cli.calibrate import calibrate
 from jkv.cli.options import (
     MODEL,
+    WHICH,
+    Cached,
     ChatOptions,
     Chunk,
     Drawing,
@@ -38,6 +41,7 @@ from jkv.cli.options import (
     PrefillDtype,
     PrefixCacheOptions,
     Weights,
+    default_cache,
     flat,
 )
 from jkv.cli.train import train
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
     from jkv.methods.registry import Method
     from jkv.models import Params
 
-CACHE = "snapkv(budget=512) | int4"
 UsageError: Any = typer.BadParameter.__base__  # click's class or typer's copy; newer versions export only the subclass
 
 
@@ -150,11 +153,11 @@ app.add_typer(bench_cli.app, name="bench", cls=Group)
 app.add_typer(train, name="train", cls=Group)
 app.add_typer(calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
+app.command()(size_cli.size)
 app.command()(aot_cli.plan)
 app.command()(batch_cli.batch)
 app.command()(serve_cli.serve)
 
-Cached = Annotated[str, typer.Option("--cache", help="Cache methods, joined by |; list them with: jkv methods")]
 File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with the prompt; - is stdin.")]
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
@@ -194,29 +197,19 @@ def read_prompt(text: str | None, file: str | None) -> str:
 
 def _open(
     model: str,
-    cache: str,
+    cache: str | None,
     dtype: str | None,
-    text: str,
-    chat: bool | None,
     mesh: str | None,
     weights: str | None,
     prefill_dtype: str | None,
-) -> tuple[Params, Any]:
-    """Load a model and make the text its prompt: chat messages if the chat template applies, else plain text.
-
-    The cache is parsed first, so that an invalid one raises before the weights are loaded.
-    """
+) -> tuple[Params, str]:
+    """Load a model, and return it and the cache, which is checked before the weights are loaded."""
     from jkv.io import load as loading
     from jkv.methods import parse
 
-    parse(cache)
+    parse(cache or "full")
     params = loading.load(model, dtype, mesh, weights, prefill_dtype)
-    known = params.tokenizer is not None and params.tokenizer.template is not None
-    if chat or (chat is None and known):
-        if params.tokenizer is None:
-            raise ValueError(f"{model} has no tokenizer: give a model folder that has one")
-        return params, [{"role": "user", "content": text}]
-    return params, text
+    return params, cache or default_cache(params.config)
 
 
 def show(pieces: Iterator[str]) -> Any:
@@ -232,14 +225,14 @@ def show(pieces: Iterator[str]) -> Any:
         return end.value
 
 
-@app.command()
+@app.command(epilog=WHICH)
 @flat
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Prompt text; follows the text of --file if both are given.")
     ] = None,
     model: Model = MODEL,
-    cache: Cached = CACHE,
+    cache: Cached = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
     drawing: Drawing = Drawing(),
     seed: Annotated[int, typer.Option(help="Random seed; answer i of -n uses seed + i.")] = 0,
@@ -265,7 +258,7 @@ def generate(
 ) -> None:
     """Generate text. The text streams to stdout; the receipt (tokens kept, bytes, time) follows on stderr."""
     text, prefix_cache = read_prompt(prompt, file), stored.open()
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
+    params, cache = _open(model, cache, dtype, mesh, weights, prefill_dtype)
     params = chat_options.give(params)
     options: dict[str, Any] = dict(
         **vars(drawing),
@@ -277,18 +270,19 @@ def generate(
         n=n,
         drafter=drafter,
         prefix_cache=prefix_cache,
+        chat=chat,
     )
     import jkv
 
     if as_json:
-        out = jkv.generate(params, cache, asked, **options)
+        out = jkv.generate(params, cache, text, **options)
         report = asdict(out.receipt) | {"ratio": out.receipt.ratio}
         print(json.dumps({"text": out.text, "tokens": out.tokens, "report": report}))
         return
     if n == 1:
-        out = show(jkv.stream(params, cache, asked, **options))
+        out = show(jkv.stream(params, cache, text, **options))
     else:
-        out = jkv.generate(params, cache, asked, **options)
+        out = jkv.generate(params, cache, text, **options)
         print("\n\n".join(f"[{i}] {text}" for i, text in enumerate(out.text)))
     print(f"\n{out.receipt}", file=sys.stderr)
 
@@ -311,7 +305,9 @@ def methods(
     if as_json:
         print(json.dumps([_listed(r) for r in METHODS.values()], indent=2))
         return
-    table = Table(title="jkv methods", caption=f'joined by |, such as "{CACHE}"', row_styles=["", "dim"])
+    table = Table(
+        title="jkv methods", caption='joined by |, such as "snapkv(budget=512) | int4"', row_styles=["", "dim"]
+    )
     for head in ("name", "paper", "axes", "exactness", "summary"):
         table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
     for r in METHODS.values():
@@ -364,7 +360,7 @@ def _pairs(as_json: bool) -> None:
 @app.command()
 def inspect(
     model: Model = MODEL,
-    cache: Cached = CACHE,
+    cache: Cached = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt text; follows the text of --file.")] = None,
     file: File = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Plot the kept tokens: out.png, .svg, .pdf")] = None,
@@ -382,11 +378,11 @@ def inspect(
     if plot is not None:
         inspecting.check_path(plot)
     text = read_prompt(prompt, file)
-    params, asked = _open(model, cache, dtype, text, chat, mesh, weights, prefill_dtype)
+    params, cache = _open(model, cache, dtype, mesh, weights, prefill_dtype)
     import jkv
 
     with status("compiling and reading the prompt"):
-        held, _ = jkv.prefill(params, cache, asked, reserve=1, chunk=chunk)
+        held, _ = jkv.prefill(params, cache, text, reserve=1, chunk=chunk, chat=chat)
     found = inspecting.summary(held)
     if as_json:
         print(json.dumps(asdict(found) | {"nbytes": found.nbytes}))

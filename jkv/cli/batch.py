@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jkv.batch.preemption import stoppable
-from jkv.cli.options import MODEL, ChatOptions, Drawing, Dtype, Model, PrefixCacheOptions, Weights, flat
+from jkv.cli.options import (
+    MODEL,
+    Cached,
+    ChatOptions,
+    Drawing,
+    Dtype,
+    Model,
+    PrefixCacheOptions,
+    Weights,
+    default_cache,
+    flat,
+)
 from jkv.engine import MOST_NEW
 from jkv.utils import console
 
@@ -32,7 +43,7 @@ def batch(
         str, typer.Argument(metavar="OUT", help="Output folder or URL: answers as JSON lines, and report.json.")
     ],
     model: Model = MODEL,
-    cache: Annotated[str, typer.Option(help="Cache methods, joined by |; list them with: jkv methods")] = "full",
+    cache: Cached = None,
     mesh: Annotated[
         str | None, typer.Option(help="Device mesh of each process, or of all, such as data=4,model=2,context=2.")
     ] = None,
@@ -121,7 +132,7 @@ def start(
     source: str,
     out: str,
     model: str,
-    cache: str,
+    cache: str | None,
     mesh: str | None,
     settings: SamplingParams,
     chat_options: ChatOptions,
@@ -143,7 +154,7 @@ def start(
     from jkv.io import object_store
     from jkv.methods import parse
 
-    config, asked, answers = parse(cache), object_store.place(source), object_store.place(out)
+    config, asked, answers = parse(cache or "full"), object_store.place(source), object_store.place(out)
     if not object_store.is_file(asked):
         raise ValueError(f'{source} is no file: give JSON lines, such as {{"prompt": "Tides are"}}')
     workers = None if stages is None else divided(stages)
@@ -151,6 +162,7 @@ def start(
         join(hosts)
     load = partial(loading.load, model, dtype, mesh, weights)
     params = chat_options.give(load())
+    config = config if cache else parse(default_cache(params.config))
     over, shares = sharding.mesh_of(params), workers is None
     job = Job(
         source=asked, out=answers, params=params, config=config, defaults=settings, over=over, shares=shares, **options

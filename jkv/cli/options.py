@@ -11,13 +11,32 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+if TYPE_CHECKING:
+    from jkv.models import ModelConfig
+
 MODEL = "smollm2-135m"  # the default model
+CACHE = "int8"  # the default cache: KL 4e-5 to the full one on SmolLM2-135M, 3.4 times smaller (docs/quality.md)
+ADVICE = {
+    "nothing lost that you would notice (default)": "int8",
+    "half of those bytes": "int4",
+    "one document, many questions": "kvzip(keep=0.5) | int4(rotate=True)",
+    "one question, at the end of a long prompt": "snapkv(budget=512) | int4",
+    "endless text in constant memory": "streaming(budget=512), with --chunk 512",
+}
+WHICH = "Which cache?\n\n" + "\n\n".join(f"  {wish}: {cache}" for wish, cache in ADVICE.items())
 Model = Annotated[str, typer.Option(help="Model: known name, .gguf file, folder, URL, or hub:org/name\\[@REVISION].")]
 FLOATS = "Type of weights and unquantized keys and values: float32, bfloat16 or float16."
+Cached = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        help=f"Cache methods, joined by |; list them with: jkv methods. Default: {CACHE} (full, if no layer attends).",
+    ),
+]
 Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]
 Dtype = Annotated[str | None, typer.Option(help=f"{FLOATS} Default: bfloat16; float32 on CPUs and old GPUs.")]
 
@@ -107,6 +126,11 @@ class ChatOptions:
         if params.tokenizer is None or params.tokenizer.template is None:
             raise ValueError("--chat-template-kwargs: this model has no chat template; leave it out")
         return replace(params, tokenizer=params.tokenizer.tell(**options))
+
+
+def default_cache(model: ModelConfig) -> str:
+    """Return the default cache of a model; one without attention layers has nothing to compress."""
+    return CACHE if model.layers else "full"
 
 
 def flat(run: Callable[..., None]) -> Callable[..., None]:

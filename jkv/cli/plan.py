@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +42,9 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     cache: Annotated[list[str] | None, typer.Option(help="Cache to plan for; repeatable. Default: full.")] = None,
     chunk: Chunk = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and unquantized KV.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of weights and unquantized KV. Default: bfloat16; float32 for cpu.")
+    ] = None,
     weights: Weights = None,
     mesh: Annotated[
         str | None,
@@ -72,10 +75,11 @@ def plan(
     from jkv.bench import environment
 
     # Validate all arguments before compiling.
-    subject = _subject(model, dtype, weights)
+    dtype = dtype or ("float32" if topology == "cpu" else "bfloat16")  # what jkv.load would take there
+    own = subject(model, dtype, weights)
     environment.check_path(out)
     configs = [methods.parse(x) for x in cache or ["full"]]
-    longest = subject["model"].context
+    longest = own["model"].context
     if context > longest:
         raise ValueError(f"--context {context}: the context of {model} is {longest}; give less")
     machine = target(topology)
@@ -86,7 +90,7 @@ def plan(
     rows = []
     with console.progress(len(configs) * (TRIES if largest else 2)) as say:
         for config in configs:
-            job = Job(config=config, mesh=mesh, **subject, **sizes)
+            job = Job(config=config, mesh=mesh, **own, **sizes)
             if largest:
                 print(f"{config}: largest batch {search(job, machine, say)}")
                 continue
@@ -99,8 +103,12 @@ def plan(
         _show(rows, machine, costs, collectives)
 
 
-def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
-    """Return the weight arguments of a `Job`: model config, dtype, weight format and the blocks of a file."""
+def subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
+    """Return the weight arguments of a `Job`: model config, dtype, weight format and the blocks of a file.
+
+    Args:
+        model: shape of a public model, a config.json, or what `jkv.load` reads.
+    """
     import jax.numpy as jnp
 
     from jkv import models
@@ -110,7 +118,10 @@ def _subject(model: str, dtype: str, weights: str | None) -> dict[str, Any]:
 
     check_dtype(dtype)
     check_weights(weights)
-    source = Source(SHAPES[model], {}) if model in SHAPES else read(model)
+    if model.endswith(".json"):
+        source = Source(json.loads(Path(model).read_text("utf-8")), {})
+    else:
+        source = Source(SHAPES[model], {}) if model in SHAPES else read(model)
     form, blocks = kept(model, source, dtype, weights)
     return dict(model=models.read_config(source.config), dtype=jnp.dtype(dtype), form=form, blocks=blocks)
 

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from jkv.cli.options import MODEL, ChatOptions, Dtype, Model, PrefillDtype, PrefixCacheOptions, Weights, flat
+from jkv.cli.options import (
+    CACHE,
+    MODEL,
+    ChatOptions,
+    Dtype,
+    Model,
+    PrefillDtype,
+    PrefixCacheOptions,
+    Weights,
+    default_cache,
+    flat,
+)
 from jkv.utils.console import status
 from jkv.utils.optional_deps import install
 
@@ -20,7 +31,11 @@ def serve(
     model: Model = MODEL,
     cache: Annotated[
         list[str] | None,
-        typer.Option("--cache", help="Default cache (full). Repeat to allow more caches that refer to local folders."),
+        typer.Option(
+            "--cache",
+            help=f"Default cache ({CACHE}; full, if no layer attends). Repeat to allow more caches that refer to local "
+            "folders.",
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind. Anything but localhost requires a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
@@ -48,13 +63,13 @@ def serve(
     prefill_dtype: PrefillDtype = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API: completions, chat completions, models. A request may choose its cache."""
-    given = tuple(cache or ("full",))
     token, prefix_cache = read_token(token_file), stored.open()
     from jkv.methods import parse
 
-    for text in given:
+    for text in cache or ():
         parse(text)
     try:
+        from jkv.serve.server import LOCAL, bind
         from jkv.serve.server import serve as run
     except ImportError as error:
         raise ImportError(f"jkv serve needs {error.name}: {install('serve')}") from error
@@ -62,11 +77,23 @@ def serve(
     from jkv.serve.batches import Limits
     from jkv.serve.routes import Access
 
+    bound = bind(host, port, token)
     with status("loading"):
         params = chat_options.give(loading.load(model, dtype, None, weights, prefill_dtype))
+    given = tuple(cache or (default_cache(params.config),))
     sizes = prompt_tokens_limit, new_tokens_limit
     limits = Limits.of(params.config.context, *sizes, rows=rows, caches=caches, queue=queue)
-    run(params, name or model, given, limits, Access(token=token), host, port, grace, prefix_cache, drafter)
+    run(
+        params,
+        name or model,
+        given,
+        limits,
+        Access(token=token, hosts=(*LOCAL, host)),
+        bound,
+        grace,
+        prefix_cache,
+        drafter,
+    )
 
 
 def read_token(path: Path | None) -> str:

@@ -207,6 +207,12 @@ def compiled(function: Any, *args: Any, over: MeshPlan | None = None, **static: 
     return begun.result(), time.perf_counter() - start
 
 
+def compiling() -> bool:
+    """Return whether some thread is compiling a program."""
+    with LOCK:
+        return bool(BEGUN)
+
+
 def _begin(key: Any) -> tuple[Future[Compiled], bool]:
     """Return the future for `key`, and whether this thread must compile it."""
     fork_guard.mark_started()
@@ -329,6 +335,7 @@ class Cost:
         compiling: seconds spent compiling.
         running: seconds spent running.
         programs: number of programs compiled.
+        disturbed: whether a program was being compiled, here or in another thread, around a run.
         over: the mesh that programs run on, or None.
         peak: maximum bytes at any moment, without weights.
         temporary: maximum bytes that a program holds besides arguments and results.
@@ -338,6 +345,7 @@ class Cost:
     compiling: float = 0.0
     running: float = 0.0
     programs: int = 0
+    disturbed: bool = False
     over: MeshPlan | None = None
     peak: int = 0
     temporary: int = 0
@@ -345,10 +353,11 @@ class Cost:
 
     def run(self, flow: Any, *args: Any, **static: Any) -> Any:
         """Run `flow` and wait for its results."""
-        start, before = time.perf_counter(), self.compiling
+        start, before, programs, busy = time.perf_counter(), self.compiling, self.programs, compiling()
         with raise_page_errors():
             out = jax.block_until_ready(self.begin(flow, *args, **static))
         self.running += time.perf_counter() - start - (self.compiling - before)
+        self.disturbed |= busy or compiling() or self.programs > programs
         return out
 
     def begin(self, flow: Any, *args: Any, **static: Any) -> Any:

@@ -223,7 +223,7 @@ def from_openai(url: str, body: Mapping[str, Any], does: Sequence[str] = ()) -> 
         ValueError: an unknown field, or a value that is not supported.
 
     >>> from_openai(TEXT, {"model": "m", "prompt": "Tides", "max_tokens": 4, "presence_penalty": 0.0})
-    {'prompt': 'Tides', 'max_tokens': 4}
+    {'prompt': 'Tides', 'chat': False, 'max_tokens': 4}
     """
     body, chat = asking(body), url == CHAT
     prompt = "messages" if chat else "prompt"
@@ -299,4 +299,4 @@ def _prompt(x: Any) -> dict[str, Any]:
         x = x[0]
     if isinstance(x, list) and any(isinstance(y, str | list) for y in x):
         raise ValueError(f"prompt has {len(x)} prompts: give each a line of its own")
-    return {"tokens": x} if isinstance(x, list) else {"prompt": x}
+    return {"tokens": x} if isinstance(x, list) else {"prompt": x, "chat": False}

@@ -20,7 +20,7 @@ from jkv.generation.sampling_params import SamplingParams
 from jkv.io.object_store import read_bytes
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts.tokenization import check_length, encode_row
+from jkv.prompts.tokenization import check_length, encode_row, is_message
 from jkv.utils.errors import error_message, survivable
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def request(
         ValueError: names the field that is invalid, and why.
     """
     # Reject unknown fields, with the nearest known name.
-    known = ("id", *PROMPTS, *EVERY)
+    known = ("id", *PROMPTS, "chat", *EVERY)
     for name in row:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -301,18 +301,22 @@ def request(
     length = _length(row)
     settings = _settings(row, length, params, defaults)
     limit.check(settings.max_new_tokens, length)
-    prompt, options = _prompt(given[0], row[given[0]]), row.get(TEMPLATE, {})
+    prompt, options, chat = _prompt(given[0], row[given[0]]), row.get(TEMPLATE, {}), row.get("chat")
+    if not isinstance(chat, bool | None):
+        raise ValueError(f"chat={chat!r}: give true (by the chat template), false (as it stands), or leave it out")
+    if chat is not None and given[0] != "prompt":
+        raise ValueError(f"chat: of prompt only; {given[0]} leave no choice")
     if not isinstance(options, dict):
         raise ValueError(f"{TEMPLATE} must be an object, such as {{'enable_thinking': false}}")
-    if options and given[0] != "messages":
-        raise ValueError(f"{TEMPLATE}: of messages only, as {given[0]} goes through no template")
+    if options and not (given[0] == "messages" or (given[0] == "prompt" and is_message(params, prompt, chat))):
+        raise ValueError(f"{TEMPLATE}: of chats only, as {given[0]} goes through no template here")
     # Reject a text that is too long before it is tokenized.
     if (n := _characters(given[0], prompt)) > limit.characters:
         raise ValueError(
             f"the text has {n:,} characters: {limit.tokens:,} tokens are read at most, and hold {limit.characters:,}; "
             "shorten it"
         )
-    tokens = encode_row(params, prompt, options=options)
+    tokens = encode_row(params, prompt, chat=chat, options=options)
     check_length(config, params.config, len(tokens), settings.max_new_tokens)
     return Request(line=line, id=None, tokens=np.array(tokens, np.int32), settings=settings)
 

@@ -44,6 +44,7 @@ def prefill(
     reserve: int | None = None,
     chunk: int | None = None,
     prefix_cache: PrefixCache | ChunkCache | None = None,
+    chat: bool | None = None,
 ) -> tuple[Cache, Array]:
     """Prefill a prompt into a new cache, and return the cache and the next-token logits.
 
@@ -56,6 +57,7 @@ def prefill(
             0: the whole prompt at once. None: the config's chunk, else the whole prompt, or the largest chunks that fit
             into memory (then reported on stderr).
         prefix_cache: a PrefixCache whose prefixes, or a ChunkCache whose tokens, are loaded instead of prefilled.
+        chat: as in `generate`; False for a text that is not a message, such as a document.
 
     Returns:
         The cache, and the next-token logits f32[B,V].
@@ -71,7 +73,7 @@ def prefill(
     """
     model(params)
     plan = composition(config)
-    rows, _ = encode(params, prompt)
+    rows, _ = encode(params, prompt, chat)
     reserve = None if reserve is None else count("reserve", reserve, "tokens that may be added later, 0 or more")
     chunk = None if chunk is None else count("chunk", chunk, "0 (all at once) or more")
     if reserve is None:
@@ -89,6 +91,8 @@ def prefill(
 def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     """Append text to every row of a cache, and return a new cache and the next-token logits.
 
+    Text is appended as it stands. Chat messages continue the chat: the template's system prompt is not repeated.
+
     The given cache stays unchanged. If only the prompt is compressed (the modifier `append`), the text is kept on top
     of the budget. Otherwise it competes with the prompt by the method's score.
 
@@ -101,7 +105,7 @@ def extend(params: Params, cache: Cache, prompt: Prompt) -> tuple[Cache, Array]:
     model(params)
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is {short(cache)}: give a Cache, as prefill and generate make it")
-    rows, _ = encode(params, prompt)
+    rows, _ = encode(params, prompt, later=True)
     return extended(params, cache, rows, 0)[:2]
 
 
@@ -127,6 +131,7 @@ def generate(
     drafter: str | Params | Drafter | Sequence[str | Params | Drafter] | None = None,
     prefix_cache: PrefixCache | ChunkCache | None = None,
     sampling: SamplingParams | None = None,
+    chat: bool | None = None,
 ) -> Result:
     """Generate text after a prompt through a compressed KV cache.
 
@@ -135,7 +140,8 @@ def generate(
     Args:
         cache: a composition such as "snapkv(budget=512) | int4", a CacheConfig, None (the full cache), or a Cache to
             continue from.
-        prompt: text, list of texts, chat messages, or token ids.
+        prompt: text, list of texts, chat messages, or token ids. On a given Cache, messages continue its chat: the
+            template's system prompt is not repeated.
         temperature: 0 decodes greedily.
         repetition_penalty: penalizes the tokens of the prompt and the answer. The earlier tokens of a given Cache are
             not penalized, because a cache does not store token ids.
@@ -154,6 +160,8 @@ def generate(
         prefix_cache: a PrefixCache, from which prompt prefixes are loaded, or a ChunkCache, whose tokens are reused at
             any position.
         sampling: the sampling settings, seed, stop strings, n and max_new_tokens in one, instead of these arguments.
+        chat: whether a text prompt is a user's message, rendered by the chat template. None: if the model has a
+            template. False: the text as it stands, to be completed. True: ValueError for a model without a template.
 
     Raises:
         ValueError: for an unsupported combination, and for a row with NaN logits, with the cause.
@@ -184,14 +192,21 @@ def generate(
         prefix_cache=prefix_cache,
         sampling=sampling,
     )
-    run = Generation(params, options, *encode(params, prompt))
-    for _ in run.blocks():
+    run = Generation(params, options, *encode(params, prompt, chat, isinstance(cache, Cache)))
+    for _ in chain([run.first()], run.blocks()):
         pass
     return run.result()
 
 
 @narrow
-def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prompt, **options: Any) -> Iterator[str]:
+def stream(
+    params: Params,
+    cache: str | CacheConfig | Cache | None,
+    prompt: Prompt,
+    *,
+    chat: bool | None = None,
+    **options: Any,
+) -> Iterator[str]:
     """Stream the text of one row as it is generated; takes the options of `generate`.
 
     Arguments are checked at once; the prompt is prefilled when the first piece is requested. The first token of a
@@ -200,9 +215,10 @@ def stream(params: Params, cache: str | CacheConfig | Cache | None, prompt: Prom
 
     Raises:
         ValueError: for several rows, for a model without a tokenizer, and as `generate` does.
+        TypeError: for an option that `generate` does not have.
     """
     given = parse_arguments(params, cache, **options)
-    rows, single = encode(params, prompt)
+    rows, single = encode(params, prompt, chat, isinstance(cache, Cache))
     fit(params, given, rows)
     if len(rows) * given.n != 1 or params.tokenizer is None:
         raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +14,7 @@ from jax import Array
 from jkv import methods
 from jkv.cache.cache import Cache
 from jkv.core import sampling as sampler
-from jkv.generation.sampling_params import SamplingParams
+from jkv.generation.sampling_params import DRAWS, SamplingParams
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import ChunkCache
@@ -84,6 +86,10 @@ def parse_arguments(
     >>> parse_arguments(models.random(models.TINY), None, stop_ids=5, max_new_tokens=np.int64(3)).stop_ids
     (5,)
     """
+    for name in draws:
+        if name not in DRAWS:
+            near = get_close_matches(name, [*signature(parse_arguments).parameters, *DRAWS], 1)
+            raise TypeError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     if sampling is not None:
         keywords = dict(max_new_tokens=max_new_tokens, seed=seed, stop=stop, n=n, **draws)
         own = dict(

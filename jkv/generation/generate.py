@@ -21,6 +21,7 @@ from jkv.core.decode_loop import borders, run_block, run_blocks
 from jkv.core.sharding import mesh_of
 from jkv.generation import nan_check
 from jkv.generation.arguments import GenerateArguments, composition, fit
+from jkv.generation.decode_timer import DecodeTimer, Span
 from jkv.generation.receipt import (
     Receipt,
     check_compressed,
@@ -82,8 +83,10 @@ class Generation:
             rows: token ids of each prompt.
             single: whether the caller gave one prompt instead of a list; the Result then has no lists.
         """
+        self.began, self.first_token_s = time.perf_counter(), None
         fit(params, asked, rows)
         self.prompts, self.n, self.single = rows, asked.n, single and asked.n == 1
+        self.before = 0.0  # tokens that each row of a given cache has seen, on average
         self.rows = [row for row in rows for _ in range(asked.n)]
         self.prefix_cache, before = asked.prefix_cache, asked.prefix_cache.reused if asked.prefix_cache else 0
         # Sampling settings and stop conditions.
@@ -98,7 +101,8 @@ class Generation:
         self.reserve = -(-new // 64) * 64
         # Extend the given cache, or prefill a new one.
         if isinstance(cache, Cache):
-            self.name, self.bounded, self.exactness = "continued", False, "as the cache given"
+            self.name, self.bounded, self.exactness = cache.name or "continued", False, "as the cache given"
+            self.before = float(np.mean(cache.seen))
             self.cache, logits, self.prefill_cost = extended(params, cache, rows, new)
             self.chunks = Chunks(size=0, why="whole, after the cache given")
         else:
@@ -131,6 +135,7 @@ class Generation:
             jax.tree.map(jnp.copy, self.cache) if isinstance(cache, Cache) else self.cache, logits, penalized, compare
         )
         self.cost = Cost(over=mesh_of(params))
+        self.timer = DecodeTimer(self.cost)
 
     def _begin(self, params: Params, cache: Cache, penalized: bool, compare: bool) -> None:
         """Start compiling the decode programs during prefill: a block, and one with a flush if there will be one."""
@@ -158,39 +163,52 @@ class Generation:
         """
         if not self.sampling.greedy or self.state.used is not None:
             return [[] for _ in self.rows]
-        return [[] if np.isnan(row).any() else [int(row.argmax())] for row in np.asarray(self.state.logits)]
+        tokens = [[] if np.isnan(row).any() else [int(row.argmax())] for row in np.asarray(self.state.logits)]
+        self._came(tokens)
+        return tokens
 
     def blocks(self) -> Iterator[list[list[int]]]:
         """Yield all tokens so far, per row, after every block."""
+        start = time.perf_counter()
         with raise_page_errors():
-            yield from self._blocks()
+            for tokens in self._blocks() if self.drafter is None else self._drafted(self.drafter):
+                self._came(tokens)
+                given = time.perf_counter()
+                yield tokens
+                self.timer.held += time.perf_counter() - given
+        self.cost.running = time.perf_counter() - start - self.cost.compiling - self.timer.held
+
+    def _came(self, tokens: list[list[int]]) -> None:
+        """Note the time of the first token."""
+        if self.first_token_s is None and any(tokens):
+            self.first_token_s = time.perf_counter() - self.began
 
     def _blocks(self) -> Iterator[list[list[int]]]:
         """Yield all tokens so far. The device runs one block ahead, unless stop strings or `until` are set."""
-        if self.drafter is not None:
-            yield from self._drafted(self.drafter)
-            return
-        start = time.perf_counter()
-        unread: list[tuple[Array, Array]] = []
+        unread: list[tuple[Array, Array, Span]] = []
         for done, full in borders(self.state, self.new):
+            span = self.timer.begin()
             self.state = self.cost.begin(run_block, self.params, self.state, self.sampling, jnp.int32(done), full=full)
-            unread.append((jnp.copy(self.state.out), jnp.copy(self.state.alive)))  # the next block donates the state
+            out, alive = jnp.copy(self.state.out), jnp.copy(self.state.alive)  # the next block donates the state
+            self.timer.dispatched(span, out)
+            unread.append((out, alive, span))
             if len(unread) == 1 and not (self.stop or self.stop_fn):
                 continue
-            out, alive = unread.pop(0)
-            tokens = self._tokens(out)
-            yield tokens
+            out, alive, span = unread.pop(0)
+            yield (tokens := self._tokens(out, span))
             if not bool(alive.any()):
                 break
             if self.stop or self.stop_fn:
                 self._end_rows(tokens)
-        for out, _ in unread:
-            yield self._tokens(out)
+        for out, _, span in unread:
+            yield self._tokens(out, span)
         jax.block_until_ready(self.state.out)
-        self.cost.running = time.perf_counter() - start - self.cost.compiling
 
-    def _tokens(self, out: Array) -> list[list[int]]:
-        """Return each row's tokens up to its end; ValueError for a row with NaN logits."""
+    def _tokens(self, out: Array, span: Span | None = None) -> list[list[int]]:
+        """Return each row's tokens up to its end, and time their block; ValueError for a row with NaN logits."""
+        if span is not None:
+            self.timer.wait(span, out)
+            self.timer.take(span, int((np.asarray(out) != -1).sum()))
         rows = [[int(t) for t in row if t != -1] for row in np.asarray(out)]
         nan_check.check(self.params, rows)
         return self._cut(rows)
@@ -203,18 +221,21 @@ class Generation:
 
     def _drafted(self, drafter: Drafter) -> Iterator[list[list[int]]]:
         """Yield all tokens so far, per row, after every verification pass or run of plain steps."""
-        start = time.perf_counter()
         run = Drafting(self.params, self.state, self.sampling, drafter, self.cost, self.rows)
         run.watched, self.drafting = bool(self.stop or self.stop_fn), run
-        for tokens in map(self._cut, run.run(self.new)):
+        span = self.timer.begin()
+        for found in run.run(self.new):
             self.state = run.state
+            self.timer.wait(span, self.state.out)
+            self.timer.take(span, sum(map(len, found)))
+            tokens = self._cut(found)
             yield tokens
             if (self.stop or self.stop_fn) and int(
                 self.state.cache.fill
             ) >= self.state.cache.recent_size:  # a block ends here
                 self._end_rows(tokens)
                 run.state = self.state
-        self.cost.running = time.perf_counter() - start - self.cost.compiling
+            span = self.timer.begin()
 
     def _end_rows(self, tokens: list[list[int]]) -> None:
         """End the rows that a stop string or `until` has finished."""
@@ -247,6 +268,7 @@ class Generation:
             tokens_prompt=prompt * self.n,
             tokens_new=new,
             tokens_kept=kept_tokens(state.cache),
+            tokens_seen=self.before + (prompt * self.n + new) / len(self.rows),
             dtype=str(state.cache.dtype),
             bits=tier_bits(state.cache),
             bytes_full=roomy_bytes(state.cache, longest, state.cache.dtype),
@@ -268,8 +290,11 @@ class Generation:
             weights=forms(self.params),
             prefill_s=self.prefill_cost.running,
             decode_s=self.cost.running,
-            prefill_tokens_per_s=rate(prompt, len(self.prompts), self.prefill_cost.running),
-            decode_tokens_per_s=rate(new, len(tokens), self.cost.running),
+            prefill_tokens_per_s=(
+                None if self.prefill_cost.disturbed else rate(prompt, len(self.prompts), self.prefill_cost.running)
+            ),
+            decode_tokens_per_s=rate(self.timer.tokens, len(tokens), self.timer.seconds),
+            first_token_s=self.first_token_s,
             compile_s=self.prefill_cost.compiling + self.cost.compiling,
             kernels=kernels_of(state.cache),
             prefill_kernel=prefill_kernel_of(state.cache),

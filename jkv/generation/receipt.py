@@ -31,12 +31,13 @@ class Receipt:
     """The receipt of one generation.
 
     Attributes:
-        config: the composition, or "continued" for a given cache.
+        config: the composition, also that of a given cache; "continued" if it has no name.
         exactness: the exactness claims of the composition's parts.
         rows: sequences in the batch.
         tokens_prompt: prompt tokens of all rows.
         tokens_new: generated tokens of all rows.
         tokens_kept: tokens held per layer and kv head, mean over rows.
+        tokens_seen: tokens that went through the cache, mean over rows; with those before, if it was given.
 
         dtype: float type of uncompressed keys and values.
         bits: bits per number of keys, and of values, in tiers, metadata included; 0: no tiers.
@@ -58,11 +59,14 @@ class Receipt:
         pages_hit: offloaded pages of keys, and of values, that were on the device when a step read them.
         pages_missed: offloaded pages that a step waited for.
 
-        prefill_s: prefill seconds, without compilation.
-        decode_s: decode seconds, without compilation.
+        prefill_s: prefill seconds, without waiting for the compiler.
+        decode_s: decode seconds, without waiting for the compiler or for the caller of a stream.
+        first_token_s: seconds from the call to the first token, compilation included; None if none came.
         compile_s: compilation seconds.
-        prefill_tokens_per_s: None below 32 tokens per row, which measure a program's first run more than its speed.
-        decode_tokens_per_s: None below 32 tokens per row.
+        prefill_tokens_per_s: None if a program was being compiled meanwhile, here or in another thread, and below 32
+            tokens per row, which measure a program's first run more than its speed.
+        decode_tokens_per_s: the speed of the blocks that ran while nothing was being compiled; None if they have fewer
+            than 32 tokens per row.
         kernels: what reads the tiers in a decode step: "xla", or the layers that each kernel serves.
         prefill_kernel: what computes attention among the prompt's tokens.
         kernels_off: why the platform's kernels do not run; "" if they do, or if there are none.
@@ -89,6 +93,7 @@ class Receipt:
     tokens_prompt: int
     tokens_new: int
     tokens_kept: list[list[float]]
+    tokens_seen: float
     dtype: str
     bits: tuple[float, float]
     bytes_full: int
@@ -108,6 +113,7 @@ class Receipt:
     compile_s: float
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
+    first_token_s: float | None
     kernels: str
     prefill_kernel: str
     kernels_off: str = ""
@@ -143,7 +149,7 @@ class Receipt:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        seen = (self.tokens_prompt + self.tokens_new) / self.rows
+        seen = self.tokens_seen
         tokens, beside = f"{seen:.0f} seen; no block attends", ""
         if self.bytes_bfloat16 != self.bytes_full:
             beside = f", {_times(self.ratio_bfloat16)} than in bfloat16"
@@ -157,8 +163,9 @@ class Receipt:
             f"{_times(self.ratio)}{beside}",
             f"codes        {self.bits[0]:.3g} bits a number of keys, {self.bits[1]:.3g} of values, metadata included",
             f"tokens       {tokens}",
-            f"speed        prefill {speed(self.prefill_tokens_per_s, 0)} tokens/s, decode "
-            f"{speed(self.decode_tokens_per_s, 1)} tokens/s, compiling {self.compile_s:.1f} s, "
+            f"speed        first token after {speed(self.first_token_s, 2)} s, prefill "
+            f"{speed(self.prefill_tokens_per_s, 0)} tokens/s, decode {speed(self.decode_tokens_per_s, 1)} tokens/s, "
+            f"compiling {self.compile_s:.1f} s, "
             f"kernels {self.kernels} (prefill {self.prefill_kernel})",
             f"memory       {self.bytes_peak_prefill:,} bytes while the prompt is read, {self.bytes_peak_decode:,} "
             f"while decoding, beside the weights ({self.bytes_weights:,}, {self.weights})",

@@ -21,6 +21,9 @@ PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that by
 BYTES = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTED}))}
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # besides those that a template compares with
+
+
 class Chat(str):
     """Text rendered by a chat template; it has its own begin token if any, so `encode` adds none."""
 
@@ -174,6 +177,9 @@ class Tokenizer:
                 or not {"content", "tool_calls"} & set(message)
             ):
                 raise ValueError(f'a chat message is {message!r}; it must be a mapping with "role" and "content"')
+            role = message["role"]
+            if role not in ROLES and not (isinstance(role, str) and any(q + role + q in template for q in "'\"")):
+                raise ValueError(f"a chat message has the role {role!r}; give {', '.join(ROLES[:-1])} or {ROLES[-1]}")
         if not isinstance(tools, Sequence | None):
             raise ValueError(f"tools is {tools!r}; give a list of JSON schemas")
         for tool in tools or ():

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from jkv.io.tokenizer import Chat
 from jkv.models import ModelConfig, Params
 from jkv.utils.unicode import check_unicode
 from jkv.utils.validation import short
@@ -18,53 +19,74 @@ if TYPE_CHECKING:
     from jkv.methods.config import CacheConfig
 
 Prompt = str | Sequence[Any] | np.ndarray | Array
+ANSWER = "(an earlier answer)"  # stands for the chat before a continuation
 KINDS = "text, chat messages or token ids"  # types of one row
 LONGEST = 1 << 20  # maximum positions of a cache not bound to the model's context; programs hold a table of them
 
 
-def encode(params: Params, prompt: Prompt) -> tuple[list[list[int]], bool]:
+def encode(
+    params: Params, prompt: Prompt, chat: bool | None = False, later: bool = False
+) -> tuple[list[list[int]], bool]:
     """Tokenize a prompt.
 
     Args:
         prompt: text, a list of texts, chat messages ({"role", "content"}), token ids, or a list of token ids. For chat
-            with tools or template options, pass the text of `params.tokenizer.chat`.
+            with tools or template options, pass the text of `params.tokenizer.chat`, which is used unchanged.
+        chat: whether text is a user's message, rendered by the chat template. None: if the model has a template.
+        later: whether the prompt follows other tokens. Then text gets no begin token, and messages no second system
+            prompt.
 
     Returns:
         Token ids per row, and whether the prompt was a single row.
 
     Raises:
-        ValueError: for any other type, an empty prompt, ids outside the vocabulary, and text without a tokenizer.
+        ValueError: for any other type, an empty prompt, ids outside the vocabulary, text without a tokenizer, and a
+            prompt that `chat` excludes.
     """
+    if chat is not None and not isinstance(chat, bool | np.bool_):
+        raise ValueError(f"chat={short(chat)}: give True, False, or None (if the model has a chat template)")
     prompt = _listed("prompt", prompt)
     if len(prompt) == 0 and not isinstance(prompt, str):
         raise ValueError(f"the prompt is empty: give {KINDS}")
     single = isinstance(prompt, str) or isinstance(prompt[0], Mapping) or np.isscalar(_plain(prompt[0]))
     single &= isinstance(prompt, str) or not isinstance(prompt[0], str)
     rows = [prompt] if single else list(prompt)
-    return [encode_row(params, row, f"prompt {i}") for i, row in enumerate(rows)], single
+    return [encode_row(params, row, f"prompt {i}", chat, later) for i, row in enumerate(rows)], single
 
 
 def encode_row(
-    params: Params, row: Any, name: str = "the prompt", options: Mapping[str, Any] | None = None
+    params: Params,
+    row: Any,
+    name: str = "the prompt",
+    chat: bool | None = False,
+    later: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokenize one row: text, chat messages or token ids.
 
     Args:
         name: named in errors.
+        chat: as in `encode`.
+        later: as in `encode`.
         options: of the chat template.
 
     Raises:
         ValueError: as `encode` does.
     """
     row = _listed(name, row)
-    if not isinstance(row, str) and not (row and all(isinstance(x, Mapping) for x in row)):
+    messages = not isinstance(row, str) and bool(row) and all(isinstance(x, Mapping) for x in row)
+    if not isinstance(row, str) and not messages:
+        if chat:
+            raise ValueError(f"{name} is token ids, which go through no chat template: leave chat= out")
         ids = [_id(name, x) for x in row]
     elif params.tokenizer is None:
         raise ValueError(f"{name} is text, and this model was built without a tokenizer: give token ids")
     else:
-        text = row if isinstance(row, str) else _chat(params, name, row, options or {})
+        if isinstance(row, str) and is_message(params, row, chat):
+            row = [{"role": "user", "content": row}] if row else row
+        text = row if isinstance(row, str) else _render(params, name, row, later, options or {})
         check_unicode(name, text)
-        ids = params.tokenizer.encode(text)
+        ids = params.tokenizer.within(text) if later else params.tokenizer.encode(text)
     if not ids:
         raise ValueError(f"{name} is empty: give {KINDS}")
     if min(ids) < 0 or max(ids) >= params.config.vocab:
@@ -98,12 +120,33 @@ def _id(name: str, x: Any) -> int:
     return int(x)
 
 
-def _chat(params: Params, name: str, messages: Any, options: Mapping[str, Any]) -> str:
-    """Render messages by the chat template; ValueErrors name the row."""
+def is_message(params: Params, text: str, chat: bool | None) -> bool:
+    """Return whether a text is a user's message: if `chat` says so or, for None, if the model has a chat template.
+
+    Text that the template has rendered is none.
+    """
+    if isinstance(text, Chat):
+        return False
+    return params.tokenizer is not None and params.tokenizer.template is not None if chat is None else bool(chat)
+
+
+def _render(params: Params, name: str, messages: Any, later: bool, options: Mapping[str, Any]) -> str:
+    """Render messages by the chat template; ValueErrors name the row.
+
+    Args:
+        later: render them as the continuation of a chat whose last answer has ended with a stop token.
+    """
+    tokenizer = params.tokenizer
     try:
-        return params.tokenizer.chat(messages, **options)
+        if not later:
+            return tokenizer.chat(messages, **options)
+        before = [{"role": "user", "content": ANSWER}, {"role": "assistant", "content": ANSWER}]
+        text = tokenizer.chat([*before, *messages], **options).rpartition(ANSWER)[2]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    # The stop token that ends an answer is in the cache already.
+    ends = (tokenizer.core.id_to_token(i) for i in stop_ids_of(params))
+    return text.removeprefix(next((end for end in ends if end and text.startswith(end)), ""))
 
 
 def stop_ids_of(params: Params) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 import sys
-from dataclasses import replace
 
 import uvicorn
 
@@ -20,14 +21,40 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 BESIDE = 64  # connections beyond the rows that run or wait
 
 
+def bind(host: str, port: int, token: str | None) -> socket.socket:
+    """Bind the address of a server, before anything is loaded or compiled.
+
+    Args:
+        host: address to bind.
+        port: port to bind, 0 for a free one.
+        token: the token that clients must send, or None.
+
+    Raises:
+        ValueError: the port is taken, the address is not this machine's, or it is open to a network without a token.
+    """
+    if host not in LOCAL and not token:
+        raise ValueError(f"host {host}: others could call it, so it needs a token; give --token-file or JKV_TOKEN")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is taken: give another --port, or --port 0 for a free one") from None
+        raise ValueError(
+            f"cannot bind {host}:{port} ({error.strerror or error}); give another --host or --port"
+        ) from error
+    return bound
+
+
 def serve(
     params: Params,
     name: str,
     caches: tuple[str, ...],
     limits: Limits,
     access: Access,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    bound: socket.socket,
     grace: int = 30,
     prefix_cache: PrefixCache | None = None,
     drafter: str | None = None,
@@ -40,19 +67,14 @@ def serve(
             opens.
         limits: capacity of the engine.
         access: who may call.
-        host: address to bind.
-        port: port to bind, 0 for a free one.
+        bound: the socket that `bind` returned.
         grace: seconds for open calls after the signal.
         prefix_cache: prefix cache, or None.
         drafter: name of the drafter of all batches that can verify its drafts, or None.
 
     Raises:
-        ValueError: the server would be open to a network without a token, a cache config cannot run, or the model has
-            no tokenizer.
+        ValueError: a cache config cannot run, or the model has no tokenizer.
     """
-    # Reject what cannot be served.
-    if host not in LOCAL and not access.token:
-        raise ValueError(f"host {host}: others could call it, so it needs a token; give --token-file or JKV_TOKEN")
     if params.tokenizer is None:
         raise ValueError("the model has no tokenizer, and HTTP is about texts: give a model that has one")
     # Start the engine with the default cache.
@@ -61,12 +83,10 @@ def serve(
     configs = [engine.maker.usable(parse(text)) for text in caches]
     engine.start(configs[0])
     # Run the HTTP server.
-    server = Server(engine, name, caches, metrics, replace(access, hosts=(*access.hosts, host)))
+    server = Server(engine, name, caches, metrics, access)
     most = limits.queue + limits.rows * limits.caches + BESIDE
     config = uvicorn.Config(
         server.app,
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         http="h11",
@@ -77,7 +97,7 @@ def serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
-    AnnouncingServer(config, f"jkv serves {name}").run()
+    AnnouncingServer(config, f"jkv serves {name}").run([bound])
 
 
 class AnnouncingServer(uvicorn.Server):

@@ -115,7 +115,7 @@ def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypa
         lines += [line, {"id": i} | good(i)]
     task = job(tmp_path, lines)
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
-    result = CliRunner().invoke(app, ["batch", str(task.source), str(task.out), "--batch", "4"])
+    result = CliRunner().invoke(app, ["batch", str(task.source), str(task.out), "--batch", "4", "--cache", "full"])
     assert result.exit_code == FAILED, result.output
     assert f"rows         {len(POISON) + 1} done, {len(POISON)} failed, of {len(lines)}\n" in result.stdout
     got = written(task)
@@ -126,7 +126,7 @@ def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypa
     alone = jkv.generate(PARAMS, "full", prompts, max_new_tokens=5).tokens
     for i, tokens in enumerate(alone):
         assert got[2 * i + 1]["tokens"] == tokens[: 3 + i % 3], i
-    again = CliRunner().invoke(app, ["batch", str(task.source), str(task.out), "--batch", "4"])
+    again = CliRunner().invoke(app, ["batch", str(task.source), str(task.out), "--batch", "4", "--cache", "full"])
     assert again.exit_code == FAILED and written(task) == got
 
 

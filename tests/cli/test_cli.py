@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,11 +10,15 @@ from dataclasses import replace
 import pytest
 
 import jkv
+from jkv.bench.model_shapes import SHAPES
 from jkv.cli.app import app, one_line, read_prompt
+from jkv.cli.options import ADVICE, default_cache
 from jkv.cli.serve import read_token
 from jkv.eval import corpora, kvpress_dataset, store_replay
 from jkv.io import load as loading
 from jkv.io.errors import FetchError
+from jkv.methods.compatibility import check
+from jkv.prompts.tokenization import encode
 from support.commands import PARAMS, RUNNER, call, refused, tokenizer
 
 CACHE = "snapkv(budget=40, window=8) | int8"
@@ -65,6 +70,7 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     assert seen == dict(
         cache=CACHE, prompt="hi", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1,
         repetition_penalty=1.2, seed=3, stop=("x", "y z"), chunk=16, compare=True, n=1, drafter=None, prefix_cache=None,
+        chat=False,
     )  # fmt: skip
 
 
@@ -74,7 +80,7 @@ def test_a_template_is_told_what_is_given(tiny, monkeypatch):
     said = []
 
     def stream(params, cache, prompt, **options):
-        yield said.append(params.tokenizer.chat(prompt)) or ""
+        yield said.append(params.tokenizer.decode(encode(params, prompt, options["chat"])[0][0])) or ""
         return type("Out", (), {"receipt": "receipt"})
 
     monkeypatch.setattr(jkv, "stream", stream)
@@ -304,3 +310,28 @@ def test_a_reader_that_leaves(args):
 def test_success_is_left_alone():
     with one_line():
         pass
+
+
+@pytest.mark.parametrize("name", ["generate", "inspect", "batch", "serve"])
+def test_every_command_has_the_default_cache_that_loses_nothing(name):
+    """And `jkv generate --help` says which cache to take for what; all of them can be read."""
+    told = " ".join(call(name, "--help").stdout.replace("│", " ").split())
+    assert "efault: int8 (full, if" in told or "Default cache (int8; full, if" in told
+    if name == "generate":
+        assert all(wish in told for wish in ADVICE)
+        assert [str(jkv.parse(cache.split(", with")[0])) for cache in ADVICE.values()]
+    attends, recurs = (jkv.models.read_config(SHAPES[x]) for x in ("llama-3.2-1b", "mamba2-130m"))
+    assert (default_cache(attends), default_cache(recurs)) == ("int8", "full")
+    for model in (attends, recurs):
+        check(jkv.parse(default_cache(model)), model)
+
+
+def test_a_server_finds_a_taken_port_before_it_loads(monkeypatch):
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(loading, "load", None)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused(call("serve", "--port", port), f"port {port} is taken: give another --port, or --port 0 for a free one")
+    refused(call("serve", "--host", "192.0.2.1"), "it needs a token; give --token-file or JKV_TOKEN")

@@ -414,7 +414,7 @@ def call(monkeypatch: pytest.MonkeyPatch):
         return PARAMS
 
     monkeypatch.setattr(loading, "load", load)
-    return lambda *args: CliRunner().invoke(app, ["batch", *map(str, args)])
+    return lambda *args: CliRunner().invoke(app, ["batch", "--cache", "full", *map(str, args)])
 
 
 def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: Any):

@@ -52,8 +52,8 @@ CHATS = [
     ),
 ]
 TEXTS = [
-    ({"prompt": "hello"}, {"prompt": "hello"}),
-    ({"prompt": ["hello"]}, {"prompt": "hello"}),
+    ({"prompt": "hello"}, {"prompt": "hello", "chat": False}),
+    ({"prompt": ["hello"]}, {"prompt": "hello", "chat": False}),
     ({"prompt": [1, 2]}, {"tokens": [1, 2]}),
     ({"prompt": [[1, 2]]}, {"tokens": [1, 2]}),
 ]
@@ -267,7 +267,7 @@ def test_a_special_token_is_a_stop_text_of_a_job(tmp_path: Path):
     """The row ends with it, as `generate` ends, and its name is no part of the text."""
     own = byte_tokenizer()
     params = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=own)
-    free = jkv.generate(params, "full", "ab", max_new_tokens=24, temperature=0.7, seed=5).tokens
+    free = jkv.generate(params, "full", "ab", chat=False, max_new_tokens=24, temperature=0.7, seed=5).tokens
     names = [own.core.id_to_token(t) for t in free]
     at = next(i for i in range(2, 23) if free[i] not in free[:i] and "b" < names[i] <= "z")
     own.core.add_special_tokens([names[at]])

@@ -65,7 +65,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"tokens": [1], "temperature": 1e300}, "temperature=1e+300"),
     ({"tokens": [1], "max_new_tokens": 0}, "ask for at least one"),
     ({"tokens": [1], "max_new_tokens": True}, "max_new_tokens=True"),
-    ({"tokens": [1], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: of messages only, as tokens goes"),
+    ({"tokens": [1], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: of chats only, as tokens goes"),
     ({"tokens": [1], "max_tokens": 0}, "max_tokens=0: ask for at least one"),
     ({"tokens": [1], "max_tokens": 2, "max_new_tokens": 3}, "max_new_tokens and max_tokens differ: give one"),
     ({"tokens": [1], "seed": 1 << 64}, "seed=18446744073709551616: give a whole number of 64 bits"),

@@ -222,7 +222,7 @@ def test_stream_gives_what_generate_does(params, calls, end):
     assert (want.tokens == free.tokens) == (end == "length")
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), got.cache, want.cache)))
     times = dict(
-        prefill_s=0, decode_s=0, prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0, reading=""
+        prefill_s=0, decode_s=0, first_token_s=0, prefill_tokens_per_s=0, decode_tokens_per_s=0, compile_s=0, reading=""
     )  # which says how much memory is free
     assert replace(got.receipt, **times) == replace(want.receipt, **times)
     # a block ahead of the reader, where no text can end a row
@@ -233,7 +233,11 @@ def test_receipt_counts_what_is_there(params):
     out = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
     report = out.receipt
     assert report.decode_tokens_per_s is None and "decode - tokens/s" in str(report)  # 16 are too few to tell
-    assert report.prefill_tokens_per_s == pytest.approx(report.tokens_prompt / report.prefill_s)
+    again = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=64, stop_ids=()).receipt
+    again = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=64, stop_ids=()).receipt
+    assert again.compile_s == 0 and 0 < again.first_token_s < report.first_token_s
+    assert again.prefill_tokens_per_s == pytest.approx(again.tokens_prompt / again.prefill_s)
+    assert again.decode_tokens_per_s >= again.tokens_new / again.decode_s > 0
     assert report.bytes_kept == out.cache.nbytes == report.bytes_predicted
     assert max(map(max, report.tokens_kept)) <= 40 + 16
     assert report.kl is not None and report.kl > 0

@@ -172,3 +172,9 @@ def test_queries_of_a_row_that_pauses_are_counted_once():
         sums.append([np.asarray(x.tiers[0].columns["mass"])[0].sum() for x in cache.layers])
     flushes = sorted({i for i in range(1, 60) if not np.allclose(sums[i], sums[i - 1])})
     assert len(flushes) == 1, flushes  # the one that came after its five tokens
+
+
+@pytest.mark.parametrize("token", [5, [5], [[5, 6]], [5, 6, 7]])
+def test_a_step_takes_one_token_per_row(cache, token):
+    with pytest.raises(ValueError, match=r"the cache 2 rows: give i32\[2\], one token per row, such as \[5, 5\]"):
+        jkv.branch(PARAMS, cache, token)

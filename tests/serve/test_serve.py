@@ -106,7 +106,7 @@ def settled(check: Any, seconds: float = 20.0) -> None:
 def alone() -> dict[str, list[str]]:
     """The text of each prompt, drawn by its number."""
     draws: Any = dict(max_new_tokens=24, temperature=0.7, seed=range(32))
-    return {cache: jkv.generate(PARAMS, cache, PROMPTS, **draws).text for cache in ("full", SNAP)}
+    return {cache: jkv.generate(PARAMS, cache, PROMPTS, chat=False, **draws).text for cache in ("full", SNAP)}
 
 
 @pytest.mark.slow
@@ -152,16 +152,16 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
 def test_a_special_token_is_a_stop_text_everywhere(client: openai.OpenAI, server: Any, monkeypatch: Any):
     """Whole and streamed, of generate and of the server: the row ends with it, and its name is no part of the text."""
     asked: Any = dict(max_new_tokens=24, temperature=0.7, seed=5)
-    free = jkv.generate(PARAMS, "full", "ab", **asked).tokens
+    free = jkv.generate(PARAMS, "full", "ab", chat=False, **asked).tokens
     own = byte_tokenizer()
     names = [own.core.id_to_token(t) for t in free]
     at = next(i for i in range(2, 23) if free[i] not in free[:i] and "b" < names[i] <= "z")
     own.core.add_special_tokens([names[at]])
     params, stop = replace(PARAMS, tokenizer=own), ["zz", names[at]]
     assert own.decode(free[:at]) == own.decode(free[: at + 1])
-    out = jkv.generate(params, "full", "ab", stop=stop, **asked)
+    out = jkv.generate(params, "full", "ab", stop=stop, chat=False, **asked)
     assert (out.tokens, out.text) == (free[: at + 1], own.decode(free[:at]))
-    assert "".join(jkv.stream(params, "full", "ab", stop=stop, **asked)) == out.text
+    assert "".join(jkv.stream(params, "full", "ab", stop=stop, chat=False, **asked)) == out.text
     monkeypatch.setattr(server.engine, "params", params)
     asked = dict(model="tiny", prompt="ab", max_tokens=24, temperature=0.7, seed=5, stop=stop)
     whole = client.completions.create(**asked)
@@ -596,7 +596,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
     engine.start(engine.maker.usable(parse("full")))
     try:
         got = told(engine, "full", prompt, top=2)
-        want = jkv.generate(PARAMS, "full", prompt, **how)
+        want = jkv.generate(PARAMS, "full", prompt, chat=False, **how)
         tokens = [t for x in got if isinstance(x, Piece) for t in x.tokens]
         assert [t.id for t in tokens] == want.tokens and all(t.top[0][0] == t.id for t in tokens)
         assert all(t.logprob == pytest.approx(t.top[0][1]) for t in tokens)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
+from jkv.methods.kvpress_names import kvpress_error
 from jkv.methods.registry import ARGUMENTS, AROUND, CATALOGUE, SCHEDULE, SIZES, Axes, Row
 from jkv.utils.call_syntax import read_call
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
+
+MEANT = {**dict.fromkeys(("none", "off", "dense", "uncompressed"), "full"), "int2": "kivi(bits=2)"}  # words of others
 
 
 def parse(text: str) -> CacheConfig:
@@ -31,8 +35,9 @@ def parse(text: str) -> CacheConfig:
     owner: dict[str, str] = {}
     names, exactness = [], []
     for stage in text.split("|"):
-        name, arguments = read_call(stage.strip(), text)
+        name, arguments = _read_method(stage.strip(), text)
         entry = known(name)
+        name = entry.name
         # Split the method's own arguments from the ones that every method takes.
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         for argument, value in schedule.items():
@@ -62,24 +67,47 @@ def parse(text: str) -> CacheConfig:
     return config
 
 
+def _read_method(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Parse one method into its name and arguments; ValueErrors say how methods are joined."""
+    if error := kvpress_error(stage):
+        raise ValueError(error)
+    if not stage:
+        raise ValueError(f"a method is missing in {text!r}: 'full' keeps every token; methods are joined by |")
+    try:
+        return read_call(stage, text)
+    except ValueError:
+        outside, count = stage, 1
+        while count:  # without arguments, innermost brackets first
+            outside, count = re.subn(r"\([^()]*\)", "", outside)
+        if not re.search(r"\w\s*[,+&;/]\s*\w", outside):
+            raise
+        joined = re.sub(r"\s*[,+&;/]\s*(?![^(]*\))", " | ", stage)
+        raise ValueError(f"cannot read {stage!r}: methods are joined by |, as in {joined!r}") from None
+
+
 def known(name: str) -> Row:
-    """Look up a method of the catalogue.
+    """Look up a method of the catalogue, in any case.
 
     Raises:
         ValueError: The name is unknown; the message suggests the nearest one.
     """
-    if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, 1)
-        raise ValueError(
-            f"unknown method {name!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
-        )
-    return CATALOGUE[name]
+    found = next((own for own in (name, name.lower()) if own in CATALOGUE), None)
+    if found is None:
+        found = {own.lower(): own for own in CATALOGUE}.get(name.lower())
+    if found is not None:
+        return CATALOGUE[found]
+    if error := kvpress_error(name):
+        raise ValueError(error)
+    near = MEANT.get(name.lower()) or next(iter(difflib.get_close_matches(name.lower(), CATALOGUE, 1)), None)
+    raise ValueError(f"unknown method {name!r}" + (f": did you mean {near!r}?" if near else "; see `jkv methods`"))
 
 
 def _argument_error(entry: Row, arguments: dict[str, Any], fallback: str) -> str:
     """Error message for an argument that the method does not take; `fallback` if all are known."""
     known = [*entry.arguments, *ARGUMENTS]
-    for name in arguments:
+    for name, value in arguments.items():
+        if name == "compression_ratio" and "keep" in known and isinstance(value, int | float):
+            return f"{entry.name} has no argument {name!r}: write keep={1 - value:g} (keep = 1 - compression_ratio)"
         if name not in known and name in SIZES:
             own = ", ".join(f"{x}=" for x in entry.arguments)
             if {"budget", "score"} & {*entry.axes}:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 MODEL = "smollm2-135m"  # the default model
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Model = Annotated[str, typer.Option(help="Model: known name, .gguf file, folder, URL, or hub:org/name\\[@REVISION].")]
 FLOATS = "Type of weights and unquantized keys and values: float32, bfloat16 or float16."
 Floats = Annotated[str, typer.Option("--dtype", help=FLOATS)]

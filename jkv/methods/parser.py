@@ -136,17 +136,25 @@ def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
     Returns:
         For each pair of names, the reason why the pair is refused, or "".
     """
-    out, model = {}, replace(model, context=16 * budget)
-    for first in (r for r in CATALOGUE.values() if {"score", "budget"} <= {*r.axes}):
-        takes = "budget" in first.arguments
-        text = f"{first.name}(budget={budget})" if takes else first.name
-        for second in (r for r in CATALOGUE.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
-            try:
-                check(parse(f"{text} | {second.name}"), model)
-                out[first.name, second.name] = ""
-            except ValueError as error:
-                out[first.name, second.name] = str(error)
-    return out
+    model = replace(model, context=16 * budget)
+    scoring = [x for x in CATALOGUE.values() if {"score", "budget"} <= {*x.axes}]
+    others = [x for x in CATALOGUE.values() if {"codec", "select"} & {*x.axes} and "score" not in x.axes]
+    return {(a.name, b.name): refusal(a, b, model, budget) for a in scoring for b in others}
+
+
+def refusal(first: Row, second: Row, model: ModelConfig, budget: int = 2048) -> str:
+    """Return why two methods do not go together, or "" if they do.
+
+    Args:
+        model: Config of a model with room for the budget.
+        budget: Tokens of each method that takes a number of them.
+    """
+    text = " | ".join(x.name + f"(budget={budget})" * ("budget" in x.arguments) for x in (first, second))
+    try:
+        check(parse(text), model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def as_config(what: str | CacheConfig | None) -> CacheConfig:

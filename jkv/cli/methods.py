@@ -132,7 +132,7 @@ def _explain(text: str, as_json: bool) -> None:
     else:
         for stage, row in rows.items():
             print(stage)
-            for line in (row.about, f"fills {', '.join(row.axes)}; paper {row.paper}", f"here: {row.exactness}"):
+            for line in (row.about, f"fills {', '.join(row.axes)}; paper {row.paper}", f"here: {row.judged}"):
                 print(textwrap.fill(line, width(), initial_indent="    ", subsequent_indent="    "))
         print(f"\nrefused: {why}" if why else "\nthese go together")
     if why:

@@ -1,6 +1,42 @@
-"""Compression methods: the parts that papers are built from, and the catalogue that composes them from text."""
+"""Compression methods: the parts that papers are built from, and the catalogue that composes them from text.
 
+What a method of one's own needs is here too: the axes as classes, `part` to declare one, `row` to name it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from jkv.arrays.pytree import leaf, part
 from jkv.methods.parser import CATALOGUE, as_config, known, pairs, parse, refusal
+from jkv.methods.registry import row
 from jkv.methods.rows import ROWS  # noqa: F401  # importing them fills the catalogue
+from jkv.protocols import Born, Budget, Codec, Columns, Evidence, Merge, Needs, Prefill, Score, Selector
 
-__all__ = ["CATALOGUE", "as_config", "known", "pairs", "parse", "refusal"]
+__all__ = [
+    "Born",
+    "Budget",
+    "CATALOGUE",
+    "Codec",
+    "Columns",
+    "Evidence",
+    "Merge",
+    "Needs",
+    "Prefill",
+    "Score",
+    "Selector",
+    "as_config",
+    "check",
+    "known",
+    "leaf",
+    "pairs",
+    "parse",
+    "part",
+    "refusal",
+    "row",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check":  # of jkv.eval, which runs models, as `jkv.compare` is
+        return import_module("jkv.eval.method_laws").check
+    raise AttributeError(f"module 'jkv.methods' has no attribute {name!r}")

@@ -58,7 +58,7 @@ def parse(text: str) -> CacheConfig:
             owner[axis] = name
             axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
-        exactness.append(entry.exactness)
+        exactness.append(entry.judged)
     # Apply the axes that wrap another axis, now that the axis is filled.
     around = {name: axes.pop(name) for name in AROUND if name in axes}
     config = CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))

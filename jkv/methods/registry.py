@@ -50,6 +50,12 @@ class Row:
         """Docstring of the method."""
         return inspect.getdoc(self.make) or ""
 
+    @property
+    def judged(self) -> str:
+        """How close the method is to its source, and who says so if it is not jkv."""
+        own = self.make.__module__.partition(".")[0] == "jkv"
+        return self.exactness if own else f"{self.exactness} (as its author says)"
+
     @cached_property
     def _signature(self) -> inspect.Signature:
         return inspect.signature(self.make)

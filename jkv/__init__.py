@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jkv.cache.cache import Cache
     from jkv.generation.api import extend, generate, prefill, stream
     from jkv.generation.cache_file import load_cache, save_cache
+    from jkv.generation.chat import Chat
     from jkv.generation.generate import Result
     from jkv.generation.receipt import Receipt
     from jkv.generation.sampling_params import SamplingParams
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from jkv.prefix_cache.chunk_reuse import ChunkCache
     from jkv.prefix_cache.store import PrefixCache
 
-    harness: Any  # of jkv.eval, which no room below it may import through here
+    # of jkv.eval, which no room below it may import through here
+    harness: Any
+    compare: Any
 
 __version__ = "0.1.0"
 
@@ -36,11 +39,13 @@ __all__ = [
     "METHODS",
     "Cache",
     "CacheConfig",
+    "Chat",
     "Receipt",
     "Result",
     "SamplingParams",
     "TierSpec",
     "branch",
+    "compare",
     "extend",
     "from_tree",
     "generate",
@@ -64,11 +69,13 @@ _HOMES = {
     "METHODS": "methods",
     "Cache": "cache.cache",
     "CacheConfig": "methods.config",
+    "Chat": "generation.chat",
     "Receipt": "generation.receipt",
     "SamplingParams": "generation.sampling_params",
     "Result": "generation.generate",
     "TierSpec": "methods.config",
     "branch": "generation.step",
+    "compare": "eval.comparison",
     "extend": "generation.api",
     "from_tree": "io.from_pytree",
     "generate": "generation.api",

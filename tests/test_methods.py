@@ -16,6 +16,7 @@ import pytest
 
 import jkv
 from jkv.attention.evidence import QUERIES
+from jkv.bench import presses
 from jkv.cache.cache import Counts, Observation
 from jkv.cache.empty import empty_layer
 from jkv.core.decode_loop import prefill_own
@@ -25,6 +26,7 @@ from jkv.generation import receipt
 from jkv.methods import METHODS, pairs, parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import resolve
+from jkv.methods.kvpress_names import PRESSES, kvpress_error
 from jkv.prompts.allocation import CacheShape
 from jkv.prompts.tokenization import reaching
 from jkv.protocols import LayerSize, Sizes
@@ -82,15 +84,22 @@ def test_every_method_takes_the_schedule_and_the_kernels():
         ("snapkv(buget=512)", "did you mean 'budget'"),
         ("snapkv(512)", "name\\(argument=value\\)"),
         ("snapkv(budget=", "cannot read"),
-        ("", "cannot read"),
-        ("int8 | ", "cannot read"),
-        ("snapkv", "exactly one of"),
+        ("", "'full' keeps every token"),
+        ("int8 | ", "a method is missing"),
+        ("none", "did you mean 'full'"),
+        ("int2", r"did you mean 'kivi\(bits=2\)'"),
+        ("h2o(budget=40, sinks=2), int4", r"joined by \|, as in 'h2o\(budget=40, sinks=2\) \| int4'"),
+        ("int4 + h2o(budget=40)", r"joined by \|, as in 'int4 \| h2o\(budget=40\)'"),
+        ("snapkv(compression_ratio=0.75)", r"write keep=0.25 \(keep = 1 - compression_ratio\)"),
+        ("SnapKVPress(compression_ratio=0.75)", r"kvpress: write snapkv\(keep=0.25\)"),
+        ("AdaKVPress(ExpectedAttentionPress(0.75))", r"write expected_attention\(keep=0.25\) \| pooled"),
+        ("snapkv", "snapkv: give exactly one of"),
         ("snapkv(budget=9, keep=0.5)", "exactly one of"),
         ("snapkv(budget=9, budget=8)", "gives an argument twice"),
         ("snapkv(budget=True)", "budget=True: a number of tokens"),
         ("snapkv(keep=True)", "keep=True: the fraction of tokens"),
         ("snapkv(budget=print(1))", "plain numbers"),
-        ("snapkv(budget='9')", "budget=9"),
+        ("snapkv(budget='9')", "budget='9'"),
         ("snapkv(budget=512) | h2o(budget=512)", "snapkv and h2o both fill the axis 'score'"),
         ("int8 | int4", "int8 and int4 both fill the axis 'codec'"),
         ("rpc | append", "rpc and append both fill the axis 'append'"),
@@ -109,6 +118,21 @@ def test_every_method_takes_the_schedule_and_the_kernels():
 def test_text_that_cannot_be(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+def test_names_are_read_in_any_case():
+    assert str(parse("SnapKV(budget=512) | INT4")) == "snapkv(budget=512) | int4"
+
+
+@pytest.mark.parametrize("press", PRESSES)
+def test_a_press_of_kvpress_is_answered_by_a_composition_that_is_read(press):
+    answer = kvpress_error(f"{press}(compression_ratio=0.25)")
+    assert answer is not None and parse(answer.split("write ")[1].split(" (keep =")[0])
+    assert kvpress_error(f"{press.lower()}(0.25)") == answer
+
+
+def test_every_method_that_kvpress_shares_answers_one_of_its_names():
+    assert all(any(re.match(rf"{name}\b", text) for text in PRESSES.values()) for name in presses.PRESSES)
 
 
 FOLDERS: dict[str, dict[str, Any]] = {

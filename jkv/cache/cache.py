@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.arrays.pytree import static, value
+from jkv.cache.facts import cache_facts
 from jkv.cache.offload import Pages, is_far
 from jkv.kernels import CONTEXT, HEADS
 from jkv.protocols import Code, Codec, Columns, Counts, Needs, Queries, Window
+from jkv.utils.tables import reprs
 
 if TYPE_CHECKING:
     from jkv.cache.spec import LayerConfig, LayerView, TierView
@@ -165,6 +167,8 @@ class Cache:
     new: int = static(default=0)
     devices: int = static(default=1)
     common: Common | None = None
+
+    __repr__, _repr_html_ = reprs("Cache", cache_facts)
 
     @property
     def seen(self) -> Array:

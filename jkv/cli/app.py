@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from jkv.cli import batch as batch_cli
 from jkv.cli import bench as bench_cli
 from jkv.cli import eval as eval_cli
+from jkv.cli import methods as methods_cli
 from jkv.cli import plan as aot_cli
 from jkv.cli import serve as serve_cli
 from jkv.cli import size as size_cli
@@ -36,6 +37,7 @@ from jkv.cli.options import (
     Chunk,
     Drawing,
     Dtype,
+    Json,
     Mesh,
     Model,
     PrefillDtype,
@@ -51,7 +53,6 @@ from jkv.utils.json_results import versions
 
 if TYPE_CHECKING:
     from jkv.generation.inspect import Summary
-    from jkv.methods.registry import Method
     from jkv.models import Params
 
 UsageError: Any = typer.BadParameter.__base__  # click's class or typer's copy; newer versions export only the subclass
@@ -155,6 +156,7 @@ app.add_typer(calibrate, name="calibrate", cls=Group)
 app.command()(bench_cli.recommend)
 app.command()(size_cli.size)
 app.command()(aot_cli.plan)
+app.command()(methods_cli.methods)
 app.command()(batch_cli.batch)
 app.command()(serve_cli.serve)
 
@@ -162,7 +164,6 @@ File = Annotated[str | None, typer.Option(metavar="PATH", help="Text file with t
 Chat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. Default: if the model has one.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
@@ -285,76 +286,6 @@ def generate(
         out = jkv.generate(params, cache, text, **options)
         print("\n\n".join(f"[{i}] {text}" for i, text in enumerate(out.text)))
     print(f"\n{out.receipt}", file=sys.stderr)
-
-
-@app.command()
-def methods(
-    name: Annotated[str | None, typer.Argument(help="Show one method: arguments, equations, claims.")] = None,
-    as_json: Json = False,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Show which pairs of methods can be combined.")] = False,
-) -> None:
-    """List the methods that a --cache can combine, or describe one of them."""
-    from jkv.methods import METHODS, known
-
-    if name is not None and pairs:
-        raise ValueError(f"--pairs is about all methods, and {name} is one: leave out one of the two")
-    if name is not None:
-        return _method(known(name), as_json)
-    if pairs:
-        return _pairs(as_json)
-    if as_json:
-        print(json.dumps([_listed(r) for r in METHODS.values()], indent=2))
-        return
-    table = Table(
-        title="jkv methods", caption='joined by |, such as "snapkv(budget=512) | int4"', row_styles=["", "dim"]
-    )
-    for head in ("name", "paper", "axes", "exactness", "summary"):
-        table.add_column(head, no_wrap=head in ("name", "paper"), style="bold cyan" if head == "name" else None)
-    for r in METHODS.values():
-        table.add_row(r.name, r.paper, ", ".join(r.axes), r.exactness, r.summary)
-    console.show(table)
-
-
-def _listed(method: Method) -> dict[str, Any]:
-    return {k: getattr(method, k) for k in ("name", "paper", "claim", "exactness", "axes", "summary")}
-
-
-def _method(method: Method, as_json: bool) -> None:
-    """Print one method: arguments with defaults, paper, claim, exactness, bits, and the parts it consists of."""
-    if as_json:
-        arguments = {k: "required" if x is ... else x for k, x in method.arguments.items()}
-        more = {"arguments": arguments, "docstring": method.docstring, "parts": method.parts}
-        print(json.dumps(_listed(method) | more, indent=2))
-        return
-    print(f"{method.name}({', '.join(k if x is ... else f'{k}={x!r}' for k, x in method.arguments.items())})")
-    print(f"\n{method.docstring}\n")
-    for what in ("paper", "claim", "exactness"):
-        print(f"{what:10}{getattr(method, what) or '-'}")
-    print(f"{'axes':10}{', '.join(method.axes)}")
-    for dim in (64, 128):
-        for k, v in method.bits(dim):
-            print(f"{'bits':10}{k:.3g} a number of keys, {v:.3g} of values, with {dim} channels, metadata included")
-    for part, text in method.parts.items():
-        print(f"\n{part}: {text}")
-
-
-def _pairs(as_json: bool) -> None:
-    """Print which scoring methods combine with which codecs and selectors, and why other pairs are rejected."""
-    from jkv import methods, models
-
-    found = methods.pairs(models.read_config(models.TINY))
-    if as_json:
-        print(json.dumps([{"score": a, "with": b, "refused": why} for (a, b), why in found.items()], indent=2))
-        return
-    others = list(dict.fromkeys(b for _, b in found))
-    table = Table(title="jkv methods that go together", row_styles=["", "dim"])
-    for name in ("", *others):
-        table.add_column(name, no_wrap=True, style=None if name else "bold cyan")
-    for a in dict.fromkeys(a for a, _ in found):
-        table.add_row(a, *("no" if found[a, b] else "yes" for b in others))
-    console.show(table)
-    for why in filter(None, found.values()):
-        print(why)
 
 
 @app.command()

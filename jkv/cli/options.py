@@ -28,6 +28,7 @@ ADVICE = {
     "endless text in constant memory": "streaming(budget=512), with --chunk 512",
 }
 WHICH = "Which cache?\n\n" + "\n\n".join(f"  {wish}: {cache}" for wish, cache in ADVICE.items())
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Model = Annotated[str, typer.Option(help="Model: known name, .gguf file, folder, URL, or hub:org/name\\[@REVISION].")]
 FLOATS = "Type of weights and unquantized keys and values: float32, bfloat16 or float16."
 Cached = Annotated[

@@ -28,7 +28,7 @@ from jkv.cache.spec import LayerConfig
 from jkv.core.eviction import contest, in_use, pooled
 from jkv.core.merge import Newcomers, evicted, merged, remembered
 from jkv.core.slot_writes import admit, losers
-from jkv.protocols import Columns, Queries
+from jkv.protocols import Columns, Queries, Score
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
@@ -150,6 +150,7 @@ def limited(plan: LayerConfig, counts: Counts, share: Array | None) -> Array:
 def ranked(ev: Evidence, plan: LayerConfig) -> Array:
     """Rank all tokens, f32[B,Hs,S]; dead tokens and those that no later query can see are -inf, even if protected."""
     rank = plan.score.rank(ev)
+    check_rank(plan.score, rank, ev.pos.shape)
     pos = ev.pos[:, : rank.shape[1]]
     gone = pos < 0
     ends = plan.score.expires(ev.columns, ev.pos, ev.slots) if plan.expires else None
@@ -159,6 +160,26 @@ def ranked(ev: Evidence, plan: LayerConfig) -> Array:
     if plan.window is not None:
         gone = gone | (pos <= ev.seen[:, None, None] - plan.window)
     return jnp.where(gone, -jnp.inf, rank)
+
+
+def check_rank(score: Score, rank: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError, when a flush is traced, if ranks have a wrong shape or dtype; it names the score's classes.
+
+    Args:
+        score: the score.
+        rank: its ranks.
+        shape: (B, H, S) of the flush.
+    """
+    b, h, s = shape
+    if rank.shape in ((b, h, s), (b, 1, s)) and jnp.issubdtype(rank.dtype, jnp.floating):
+        return
+    inner, name = score, type(score).__qualname__
+    while isinstance(inner := getattr(inner, "score", None), Score):
+        name += f" of {type(inner).__qualname__}"
+    raise ValueError(
+        f"rank of {name} returns {rank.dtype}{list(rank.shape)}: with {b} rows, {h} kv heads and {s} tokens it is "
+        f"float32[{b},{h},{s}], or float32[{b},1,{s}] if all heads keep the same tokens"
+    )
 
 
 def _cascade(

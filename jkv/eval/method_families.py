@@ -25,12 +25,13 @@ def _evicts(a: Axes) -> bool:
 
 
 FULL, JOINED, OTHER = "the full cache", "several methods joined", "other"
+TRAINED = "eviction by trained scores"
 # The first match is the family: a trained merge counts as merging, a codec with per-layer sizes as precision.
 FAMILIES: dict[str, Callable[[Method, Axes], bool]] = {
     "selection: a step reads a part": lambda _, a: bool({"select", "vote", "steps", "layers"} & {*a}),
     "precision: fewer bits, or channels": lambda _, a: _coded(a),
     "merging: the evicted leave a trace": lambda _, a: bool(a.get("merge")),
-    "eviction by trained scores": lambda r, a: "gate" in r.arguments,
+    TRAINED: lambda r, a: "gate" in r.arguments,
     "eviction that looks ahead": lambda _, a: "compression" in a or a.get("prefill", Prefill()).probe is not None,
     "layers and heads of unequal size": lambda _, a: _divided(a),
     "eviction by all queries so far": lambda _, a: _evicts(a) and a["score"].needs.new,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,6 @@ from jax import Array
 from jkv.arrays.x32 import narrow
 from jkv.cache.cache import Cache
 from jkv.generation.arguments import (
-    GenerateArguments,
     StopFn,
     check_prefix_cache,
     composition,
@@ -21,7 +20,7 @@ from jkv.generation.arguments import (
 )
 from jkv.generation.generate import Generation, Result
 from jkv.generation.sampling_params import SamplingParams
-from jkv.generation.stop_strings import StopChecker
+from jkv.generation.text_stream import TextStream
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import ChunkCache, kind
@@ -206,12 +205,15 @@ def stream(
     *,
     chat: bool | None = None,
     **options: Any,
-) -> Iterator[str]:
+) -> TextStream:
     """Stream the text of one row as it is generated; takes the options of `generate`.
 
     Arguments are checked at once; the prompt is prefilled when the first piece is requested. The first token of a
-    greedy row is emitted before the decode loop is compiled, later ones block by block. The generator's return value
-    is the Result: `result = yield from stream(...)`.
+    greedy row is emitted before the decode loop is compiled, later ones block by block.
+
+    Returns:
+        An iterator over pieces of text, with `tokens`, the token ids so far, and `result`, the Result, which generates
+        what is left first. `yield from stream(...)` has the Result as its value too.
 
     Raises:
         ValueError: for several rows, for a model without a tokenizer, and as `generate` does.
@@ -222,17 +224,4 @@ def stream(
     fit(params, given, rows)
     if len(rows) * given.n != 1 or params.tokenizer is None:
         raise ValueError("stream takes one prompt and a model with a tokenizer; use generate for several rows or ids")
-    return _pieces(params, given, rows, single)
-
-
-@narrow
-def _pieces(params: Params, given: GenerateArguments, rows: list[list[int]], single: bool) -> Iterator[str]:
-    """Generate one row, yield its text as it becomes final, and return the Result."""
-    run = Generation(params, given, rows, single)
-    checker = StopChecker(params.tokenizer, run.stop)
-    for tokens in chain([run.first()], run.blocks()):
-        if piece := checker.take(tokens[0][checker.count :]):
-            yield piece
-    if rest := checker.finish():
-        yield rest
-    return run.result()  # noqa: B901
+    return TextStream(params, given, rows, single)

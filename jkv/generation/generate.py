@@ -47,7 +47,10 @@ from jkv.prompts.prefill import extended, prefilled
 from jkv.prompts.tokenization import stop_ids_of
 from jkv.speculative.decoding import Drafting
 from jkv.speculative.proposer import Drafter
+from jkv.utils.tables import abbreviate, html_text
 from jkv.utils.validation import short
+
+MOST_LETTERS, MOST_ROWS = 2000, 16  # of a result that is printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,31 @@ class Result:
     cache: Cache
     logits: Array
     receipt: Receipt
+
+    def __repr__(self) -> str:
+        return "\n".join([*self._answers, self._line])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{'<br>'.join(map(html_text, self._answers))}</p>{self.receipt._repr_html_()}"
+
+    @property
+    def _answers(self) -> list[str]:
+        """A text a row, or the token ids of a model without a tokenizer; at most MOST_LETTERS and MOST_ROWS."""
+        texts, tokens = self.text, self.tokens
+        if isinstance(texts, str):
+            return [abbreviate(texts or str(tokens), MOST_LETTERS)]
+        rows = [
+            f"[{i}] {abbreviate(x or str(y), MOST_LETTERS)}" for i, (x, y) in enumerate(zip(texts, tokens, strict=True))
+        ]
+        return rows[:MOST_ROWS] + [f"... {len(rows) - MOST_ROWS} more rows"] * (len(rows) > MOST_ROWS)
+
+    @property
+    def _line(self) -> str:
+        """The receipt in one line."""
+        r = self.receipt
+        return (
+            f"({r.tokens_new:,} tokens; {r.config}; cache {r.bytes_kept:,} bytes of {r.bytes_full:,} for the full one)"
+        )
 
 
 class Generation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from jkv.cache.offload import is_far
 from jkv.kernels import Choice
 from jkv.methods import parse
 from jkv.prompts.allocation import CacheShape
+from jkv.utils.tables import html_table
 
 ENOUGH = 32  # minimum tokens per row for a throughput figure
 
@@ -147,6 +149,12 @@ class Receipt:
     def to_json(self) -> str:
         """Return all fields as a JSON object."""
         return json.dumps(asdict(self))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table([], [re.split(" {2,}", line, maxsplit=1) for line in str(self).splitlines()])
 
     def __str__(self) -> str:
         seen = self.tokens_seen

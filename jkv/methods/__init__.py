@@ -1,6 +1,42 @@
-"""Compression methods: the parts that papers are built from, and the catalogue that composes them from text."""
+"""Compression methods: the parts that papers are built from, and the catalogue that composes them from text.
 
+What a method of one's own needs is here too: the axes as classes, `part` to declare one, `method` to name it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from jkv.arrays.pytree import leaf, part
 from jkv.methods.catalogue import METHODS
-from jkv.methods.parser import as_config, known, pairs, parse
+from jkv.methods.parser import as_config, known, pairs, parse, refusal
+from jkv.methods.registry import method
+from jkv.protocols import Born, Budget, Codec, Columns, Evidence, Merge, Needs, Prefill, Score, Selector
 
-__all__ = ["METHODS", "as_config", "known", "pairs", "parse"]
+__all__ = [
+    "METHODS",
+    "Born",
+    "Budget",
+    "Codec",
+    "Columns",
+    "Evidence",
+    "Merge",
+    "Needs",
+    "Prefill",
+    "Score",
+    "Selector",
+    "as_config",
+    "check",
+    "known",
+    "leaf",
+    "method",
+    "pairs",
+    "parse",
+    "part",
+    "refusal",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check":  # of jkv.eval, which runs models, as `jkv.compare` is
+        return import_module("jkv.eval.method_laws").check
+    raise AttributeError(f"module 'jkv.methods' has no attribute {name!r}")

@@ -15,6 +15,7 @@ from jkv.cache import codec_map
 from jkv.cache.offload_memory import reachable
 from jkv.cache.resident_pages import RANKS
 from jkv.methods.config import MOST, CacheConfig, expiring, follows
+from jkv.methods.own_parts import check_own
 from jkv.protocols import Demand, Selector
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def check(config: CacheConfig, model: ModelConfig, chunk: int = 0) -> None:
     """Raise ValueError if the config cannot work with the model, or with a prefill in chunks of `chunk` tokens."""
+    check_own(config, model)
     kernels.check(config.kernels)
     if not model.layers:
         _check_idle(config, model)

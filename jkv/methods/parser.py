@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
+from jkv.methods.kvpress_names import kvpress_error
 from jkv.methods.registry import ARGUMENTS, AROUND, METHODS, SCHEDULE, SIZES, Axes, Method
 from jkv.utils.call_syntax import read_call
 
 if TYPE_CHECKING:
     from jkv.models import ModelConfig
+
+MEANT = {**dict.fromkeys(("none", "off", "dense", "uncompressed"), "full"), "int2": "kivi(bits=2)"}  # words of others
 
 
 def parse(text: str) -> CacheConfig:
@@ -31,8 +35,9 @@ def parse(text: str) -> CacheConfig:
     owner: dict[str, str] = {}
     names, exactness = [], []
     for stage in text.split("|"):
-        name, arguments = read_call(stage.strip(), text)
+        name, arguments = _read_method(stage.strip(), text)
         entry = known(name)
+        name = entry.name
         # Split the method's own arguments from the ones that every method takes.
         schedule = {k: v for k, v in arguments.items() if k in ARGUMENTS and k not in entry.arguments}
         for argument, value in schedule.items():
@@ -53,7 +58,7 @@ def parse(text: str) -> CacheConfig:
             owner[axis] = name
             axes[axis] = max(axes.get(axis, 0), value) if axis in SCHEDULE and axis not in schedule else value
         names.append(name + (f"({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" if arguments else ""))
-        exactness.append(entry.exactness)
+        exactness.append(entry.judged)
     # Apply the axes that wrap another axis, now that the axis is filled.
     around = {name: axes.pop(name) for name in AROUND if name in axes}
     config = CacheConfig(**axes, exactness="; ".join(dict.fromkeys(exactness)), name=" | ".join(names))
@@ -62,24 +67,47 @@ def parse(text: str) -> CacheConfig:
     return config
 
 
+def _read_method(stage: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Parse one method into its name and arguments; ValueErrors say how methods are joined."""
+    if error := kvpress_error(stage):
+        raise ValueError(error)
+    if not stage:
+        raise ValueError(f"a method is missing in {text!r}: 'full' keeps every token; methods are joined by |")
+    try:
+        return read_call(stage, text)
+    except ValueError:
+        outside, count = stage, 1
+        while count:  # without arguments, innermost brackets first
+            outside, count = re.subn(r"\([^()]*\)", "", outside)
+        if not re.search(r"\w\s*[,+&;/]\s*\w", outside):
+            raise
+        joined = re.sub(r"\s*[,+&;/]\s*(?![^(]*\))", " | ", stage)
+        raise ValueError(f"cannot read {stage!r}: methods are joined by |, as in {joined!r}") from None
+
+
 def known(name: str) -> Method:
-    """Look up a method of the catalogue.
+    """Look up a method of the catalogue, in any case.
 
     Raises:
         ValueError: The name is unknown; the message suggests the nearest one.
     """
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 1)
-        raise ValueError(
-            f"unknown method {name!r}" + (f": did you mean {near[0]!r}?" if near else "; see `jkv methods`")
-        )
-    return METHODS[name]
+    found = next((own for own in (name, name.lower()) if own in METHODS), None)
+    if found is None:
+        found = {own.lower(): own for own in METHODS}.get(name.lower())
+    if found is not None:
+        return METHODS[found]
+    if error := kvpress_error(name):
+        raise ValueError(error)
+    near = MEANT.get(name.lower()) or next(iter(difflib.get_close_matches(name.lower(), METHODS, 1)), None)
+    raise ValueError(f"unknown method {name!r}" + (f": did you mean {near!r}?" if near else "; see `jkv methods`"))
 
 
 def _argument_error(entry: Method, arguments: dict[str, Any], fallback: str) -> str:
     """Error message for an argument that the method does not take; `fallback` if all are known."""
     known = [*entry.arguments, *ARGUMENTS]
-    for name in arguments:
+    for name, value in arguments.items():
+        if name == "compression_ratio" and "keep" in known and isinstance(value, int | float):
+            return f"{entry.name} has no argument {name!r}: write keep={1 - value:g} (keep = 1 - compression_ratio)"
         if name not in known and name in SIZES:
             own = ", ".join(f"{x}=" for x in entry.arguments)
             if {"budget", "score"} & {*entry.axes}:
@@ -108,17 +136,25 @@ def pairs(model: ModelConfig, budget: int = 2048) -> dict[tuple[str, str], str]:
     Returns:
         For each pair of names, the reason why the pair is refused, or "".
     """
-    out, model = {}, replace(model, context=16 * budget)
-    for first in (r for r in METHODS.values() if {"score", "budget"} <= {*r.axes}):
-        takes = "budget" in first.arguments
-        text = f"{first.name}(budget={budget})" if takes else first.name
-        for second in (r for r in METHODS.values() if {"codec", "select"} & {*r.axes} and "score" not in r.axes):
-            try:
-                check(parse(f"{text} | {second.name}"), model)
-                out[first.name, second.name] = ""
-            except ValueError as error:
-                out[first.name, second.name] = str(error)
-    return out
+    model = replace(model, context=16 * budget)
+    scoring = [x for x in METHODS.values() if {"score", "budget"} <= {*x.axes}]
+    others = [x for x in METHODS.values() if {"codec", "select"} & {*x.axes} and "score" not in x.axes]
+    return {(a.name, b.name): refusal(a, b, model, budget) for a in scoring for b in others}
+
+
+def refusal(first: Method, second: Method, model: ModelConfig, budget: int = 2048) -> str:
+    """Return why two methods do not go together, or "" if they do.
+
+    Args:
+        model: Config of a model with room for the budget.
+        budget: Tokens of each method that takes a number of them.
+    """
+    text = " | ".join(x.name + f"(budget={budget})" * ("budget" in x.arguments) for x in (first, second))
+    try:
+        check(parse(text), model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def as_config(what: str | CacheConfig | None) -> CacheConfig:

@@ -48,6 +48,12 @@ class Method:
         """Docstring of the method."""
         return inspect.getdoc(self.make) or ""
 
+    @property
+    def judged(self) -> str:
+        """How close the method is to its source, and who says so if it is not jkv."""
+        own = self.make.__module__.partition(".")[0] == "jkv"
+        return self.exactness if own else f"{self.exactness} (as its author says)"
+
     @cached_property
     def _signature(self) -> inspect.Signature:
         return inspect.signature(self.make)
@@ -87,7 +93,11 @@ class Method:
         self._signature.bind(None, **arguments)  # raise for misspelled names first
         default = self._own["size"]
         plain = default is not ... and all(x is None for x in given.values())
-        return self.make(default if plain else size(**given), **arguments)
+        try:
+            made = default if plain else size(**given)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        return self.make(made, **arguments)
 
     def _check(self, name: str, value: Any) -> None:
         """Raise ValueError for a value that the argument's annotation does not allow; integers are never negative."""
@@ -250,16 +260,17 @@ def size(budget: int | None = None, keep: float | None = None, bytes: Any = None
     given = {k: v for k, v in {"budget": budget, "keep": keep, "bytes": bytes}.items() if v is not None}
     if len(given) != 1:
         raise ValueError(
-            "give exactly one of budget= (tokens), keep= (fraction) and bytes= (such as '64MiB'); "
+            "give exactly one of budget= (tokens, such as 512), keep= (a fraction, such as 0.25) and bytes= (such as "
+            "'64MiB'); "
             f"got {given or 'none'}"
         )
     if bytes is not None:
         return Bytes(bytes=read_bytes(bytes))
     if budget is not None:
         if type(budget) is not int or not 1 <= budget < MOST:
-            raise ValueError(f"budget={budget}: a number of tokens, 1 or more and below 2**31, that are kept")
+            raise ValueError(f"budget={budget!r}: a number of tokens, 1 or more and below 2**31, that are kept")
         return Tokens(tokens=budget)
     assert keep is not None
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(f"keep={keep}: the fraction of tokens that is kept, above 0 and at most 1")
+        raise ValueError(f"keep={keep!r}: the fraction of tokens that is kept, above 0 and at most 1")
     return Keep(keep=float(keep))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,19 @@ WIDE = 200  # width of a table in a file or a pipe
 class _Console(Console):
     def on_broken_pipe(self) -> None:  # rich would exit with status 1
         raise BrokenPipeError
+
+
+def width(default: int = 100) -> int:
+    """Return the columns of the terminal, also if stdout is a pipe (`| less`); `default` without a terminal.
+
+    COLUMNS in the environment overrides it.
+    """
+    if os.environ.get("COLUMNS", "").isdigit():
+        return int(os.environ["COLUMNS"])
+    for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return os.get_terminal_size(stream.fileno()).columns
+    return default
 
 
 def show(table: Any) -> None:

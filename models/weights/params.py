@@ -16,7 +16,9 @@ from jax import Array
 from jkv.arrays.pytree import host, static, value
 from jkv.models.config import Mixers, ModelConfig
 from jkv.utils import fork_guard
+from jkv.utils.tables import reprs
 
+from .facts import model_facts
 from .linear import Coded, Joined, Kept, rounded
 from .loading import HostArray, Rows, Stack
 from .quantize import EACH, MATRICES, Form, parse_form
@@ -116,6 +118,8 @@ class Params:
     config: ModelConfig = static()
     tokenizer: Any = host(default=None)
     prefill_dtype: Any = static(default=None)
+
+    __repr__, _repr_html_ = reprs("Params", model_facts)
 
     def block(self, i: int) -> "Params":
         """Return a model that is block i alone; equal blocks differ only in their arrays, so they share programs.

@@ -147,15 +147,43 @@ def test_a_method_says_what_it_takes_and_is_made_of():
     told = json.loads(call("methods", "pyramidkv", "--json").stdout)
     assert told["arguments"]["keep"] is None and {"Pyramid", "window_attention"} <= {*told["parts"]}
     assert "did you mean 'snapkv'" in call("methods", "snapvk").stderr
-    assert "leave out one of the two" in call("methods", "snapkv", "--pairs").stderr
+    assert call("methods", "SnapKV").stdout == text
+    assert "write snapkv(keep=0.5)" in call("methods", "SnapKVPress").stderr
+
+
+def test_the_catalogue_can_be_searched_and_is_fitted_to_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    every = call("methods").stdout
+    assert max(map(len, every.splitlines())) <= 100 and len([x for x in every.splitlines() if len(x) > 70]) < 3
+    families = [x for x in every.splitlines() if x and x[0] != " "][:-1]
+    assert [x.split()[0] for x in families][:2] == ["the", "eviction"] and "trained" in families[-1]
+    assert [x.split()[0] for x in call("methods", "2404.14469").stdout.splitlines()[2:3]] == ["snapkv"]
+    told = json.loads(call("methods", "hadamard", "matrix", "--json").stdout)
+    assert {"int4", "int8"} <= {row["name"] for row in told} < set(jkv.METHODS)
+
+
+def test_a_composition_is_explained_method_by_method():
+    text = call("methods", "SnapKV(budget=512) | int4").stdout
+    assert text.startswith("snapkv(budget=512)\n    SnapKV: ") and "fills codec" in text
+    assert text.endswith("these go together\n")
+    result = call("methods", "snapkv(budget=512) | palu")
+    assert result.exit_code == 1 and "refused: " in result.stdout and "take a score of all heads" in result.stdout
+    assert "joined by |" in call("methods", "snapkv(budget=512), int4").stderr
+    told = json.loads(call("methods", "int4 | quest", "--json").stdout)
+    assert [row["name"] for row in told["methods"]] == ["int4", "quest"] and told["refused"] == ""
 
 
 def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
     told = {(r["score"], r["with"]): r["refused"] for r in json.loads(call("methods", "--pairs", "--json").stdout)}
     assert told["snapkv", "int8"] == "" and "its own codecs" in told["zipvl", "int8"]
-    lines = call("methods", "--pairs").stdout.splitlines()
-    assert any("zipvl" in x and "no" in x for x in lines) and any("snapkv" in x and "yes" in x for x in lines)
-    assert told["zipvl", "int8"] in lines
+    text = " ".join(call("methods", "--pairs").stdout.split())
+    assert "zipvl with" in text and told["zipvl", "int8"].split(": ", 1)[1] in text
+    assert call("methods", "--pairs", "SnapKV", "int8").stdout == "snapkv | int8 go together\n"
+    assert call("methods", "--pairs", "zipvl", "int8").stdout.strip() == told["zipvl", "int8"]
+    assert {pair for pair in told if "int8" in pair} == {
+        (r["score"], r["with"]) for r in json.loads(call("methods", "--pairs", "int8", "--json").stdout)
+    }
+    assert "two names at most" in call("methods", "--pairs", "a", "b", "c").stderr
 
 
 def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):

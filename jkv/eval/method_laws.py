@@ -163,7 +163,7 @@ class _Trial:
 
     def neutral(self) -> tuple[bool | None, str]:
         """The logits of a prompt within the budget are those of the full cache."""
-        if not all(codec.exact for codec in self.config.all_codecs) or self.config.prefill.skips:
+        if not all(codec.exact for codec in self.config.all_codecs) or self.config.prefill.traits.skips:
             return None, "it rounds or leaves out"
         short = [prompt[-24:] for prompt in self.prompts[:2]]
         full, own = (prefill(self.params, x, short)[1] for x in (None, self.config))

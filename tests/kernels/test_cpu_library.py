@@ -18,7 +18,7 @@ import jkv
 from jkv import kernels, methods, models
 from jkv.generation.receipt import kernels_of, kernels_off
 from jkv.kernels import cpu_library
-from jkv.prompts import allocation
+from jkv.prompts.allocation import CacheShape
 
 PARAMS = models.random(models.TINY)
 NAME = "decode_attention"
@@ -133,7 +133,7 @@ def test_without_a_library_a_named_kernel_is_an_error_and_auto_runs_on_xla_and_s
         cpu_library.target(NAME)
     monkeypatch.setattr(kernels, "ON_CPU", "cpu")
     with caplog.at_level(logging.INFO, "jkv"):
-        cache = allocation.empty(methods.parse("int8"), PARAMS.config, 1, 64, 16, jnp.float32)
+        cache = CacheShape(methods.parse("int8"), PARAMS.config, 1, 64, 16, jnp.float32).empty()
         assert kernels_of(cache) == "xla"
     off = kernels_off(cache)
     assert off.startswith("decode_attention runs on xla: the cpu kernel cannot be") and "\n" not in off

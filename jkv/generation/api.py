@@ -47,6 +47,9 @@ def prefill(
 ) -> tuple[Cache, Array]:
     """Prefill a prompt into a new cache, and return the cache and the next-token logits.
 
+    `generate(params, cache, question)` goes on from it, any number of times, so a text is compressed before its
+    questions are known. `jkv.Chat(params, config, context=text)` does so within a chat template.
+
     Args:
         config: a composition such as "snapkv(budget=512) | int4", a CacheConfig, or None (the full cache).
         prompt: text, list of texts, chat messages, or token ids.

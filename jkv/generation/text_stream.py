@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 
 from jkv.arrays.x32 import narrow
@@ -55,7 +55,9 @@ class TextStream(Iterator[str]):
         self._pieces.close()
 
     @narrow
-    def _run(self, params: Params, given: GenerateArguments, rows: list[list[int]], single: bool) -> Iterator[str]:
+    def _run(
+        self, params: Params, given: GenerateArguments, rows: list[list[int]], single: bool
+    ) -> Generator[str, None, None]:
         """Generate the row, and yield its text as it becomes final."""
         run = Generation(params, given, rows, single)
         checker = StopChecker(params.tokenizer, run.stop)

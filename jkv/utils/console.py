@@ -36,8 +36,8 @@ def width(default: int = 100) -> int:
     """
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"])
-    for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+    for stream in filter(None, (sys.__stdout__, sys.__stderr__, sys.__stdin__)):
+        with contextlib.suppress(OSError, ValueError):
             return os.get_terminal_size(stream.fileno()).columns
     return default
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-Repr = Callable[[Any], str]
 Rows = Sequence[Sequence[object]]
 
 

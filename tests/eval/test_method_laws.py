@@ -72,7 +72,7 @@ class Bare(Score):
         (Bare(), "Bare is a class without @part"),
         (Protect(score=Bare()), "Bare is a class without @part"),
     ],
-    ids=str,
+    ids="nan, nan within, flat, whole, flat within, silent, bare, bare within".split(", "),
 )
 def test_what_is_wrong_with_a_score_is_said_with_its_name(score, message):
     refused(score, message)

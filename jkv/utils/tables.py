@@ -40,9 +40,7 @@ def html_table(heads: Sequence[str], rows: Rows, title: str = "") -> str:
     return f"<table>{caption}{line(heads, 'th') if heads else ''}{''.join(map(line, rows))}</table>"
 
 
-def reprs(
-    name: str, facts: Callable[[Any], list[tuple[str, str]]]
-) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
+def reprs(name: str, facts: Callable[[Any], list[tuple[str, str]]]) -> tuple[Any, Any]:
     """Return `__repr__` and `_repr_html_` of a class: one line, and a table of two columns.
 
     Args:

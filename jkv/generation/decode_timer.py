@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jax import Array
 
 from jkv.core.compilation import Cost, compiling
 
@@ -55,12 +55,12 @@ class DecodeTimer:
         """Start a block; call it before the dispatch."""
         return Span(self.clock(), self.held, not compiling(), self.cost.programs)
 
-    def dispatched(self, span: Span, out: Array) -> None:
-        """Note that a block was dispatched; a small one may have ended by then."""
+    def dispatched(self, span: Span, out: Any) -> None:
+        """Note that a block was dispatched, whose result is the array `out`; a small one may have ended by then."""
         if out.is_ready():
             span.end = self.clock()
 
-    def wait(self, span: Span, out: Array) -> None:
+    def wait(self, span: Span, out: Any) -> None:
         """Wait for a block's result."""
         if span.end is None:
             late = out.is_ready() and self.held - span.held > LATE * (self.clock() - span.start)

@@ -77,7 +77,8 @@ def forks(cache: Cache, logits: Array, n: int = 1, run: Run = call) -> tuple[Cac
 def ready(params: Params, cache: Cache, token: Array) -> tuple[Params, Cache, Array]:
     """Validate a step's arguments, and return model, cache and tokens i32[B] for it; ValueError without capacity."""
     check_there(cache)
-    token = token if isinstance(token, Array | np.ndarray) else np.asarray(token)
+    if not isinstance(token, Array | np.ndarray):
+        token = jnp.asarray(token)
     if token.shape != (cache.rows,):
         raise ValueError(
             f"token has shape {token.shape} and the cache {cache.rows} row{'s'[: cache.rows > 1]}: give i32"

@@ -32,7 +32,7 @@ def fresh(code):
     ],
     ids=["import", "help", "version", "train", "eval", "bench"],
 )
-def test_jax_is_not_imported_before_it_is_needed(code):
+def test_jax_is_imported_lazily(code):
     fresh(f"{code}\nimport sys; assert 'jax' not in sys.modules")
 
 
@@ -54,15 +54,15 @@ assert not {"flax", "optax", "orbax", "tensorstore"} & {*sys.modules}
         "import jkv; jkv.step; from jkv import models, methods",
     ],
 )
-def test_generate_is_the_function(code):
+def test_generate_is_function_in_any_import_order(code):
     fresh(f"{code}\nimport types; assert isinstance(jkv.generate, types.FunctionType), jkv.generate")
 
 
-def test_submodules_need_no_import_of_their_own():
+def test_submodules_load_on_attribute_access():
     fresh("import jkv; jkv.models.random(jkv.models.TINY); jkv.methods.parse('full')")
 
 
-def test_every_name_is_there():
+def test_public_names_resolve():
     assert {*jkv._HOMES, "models"} == set(jkv.__all__) == {x for x in dir(jkv) if not x.startswith("__")}
     assert all(hasattr(jkv, name) for name in jkv.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

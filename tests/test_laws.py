@@ -29,7 +29,7 @@ forward = jax.jit(models.forward)
 TOLERANCE = 1e-4  # float32 logits of size 1, sums of at most 142 terms in another order
 
 
-def test_every_row_is_in_a_composition_that_is_tested():
+def test_every_method_has_tested_composition():
     assert set(rig.OWN) <= set(METHODS) == set(CASES)
     for name, cases in CASES.items():
         assert any(name in {part.partition("(")[0].strip() for part in c.text.split("|")} for c in cases), name
@@ -39,7 +39,7 @@ def test_every_row_is_in_a_composition_that_is_tested():
 
 
 @every
-def test_a_cache_that_holds_everything_changes_nothing(case: Case):
+def test_cache_within_budget_matches_dense_model(case: Case):
     """A text within the budget, flushed by the program that evicts; or every token, where nothing has that budget."""
     prompt, forced, got = PROMPT, FORCED, None
     if "{b}" in case.text and "pyramid" not in case.text:
@@ -73,14 +73,14 @@ def replayed(run: rig.Run, case: Case, prompt: np.ndarray = PROMPT, forced: np.n
     ],  # of pruned prompts in methods/test_fastkv.py
     ids=str,
 )
-def test_attention_is_over_the_tokens_that_are_held(case: Case):
+def test_attention_covers_kept_tokens(case: Case):
     run = rig.shared(case.tight, case.model)
     for got, expected in zip(run.logits, replayed(run, case), strict=True):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
 
 
 @every
-def test_sinks_stay_exact_and_no_tier_holds_them(case: Case):
+def test_sinks_stay_exact_and_outside_tiers(case: Case):
     caches, n = rig.shared(case.tight, case.model).caches, case.sinks
     assert case.config.num_sinks == n
     for layer, cache in product(range(L), (caches[0], caches[-1])):
@@ -96,7 +96,7 @@ def test_sinks_stay_exact_and_no_tier_holds_them(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.rest], ids=str)
-def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
+def test_residual_is_exact_for_equal_keys(case: Case):
     """One token with the weight of many is then these tokens: the logits are those of the full model."""
     blind = decode_loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
     got, ids = rig.run(case.tight, params=blind), np.concatenate([PROMPT, FORCED], 1)
@@ -107,7 +107,7 @@ def test_what_leaves_is_still_there_if_all_keys_are_the_same(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.whole], ids=str)
-def test_some_heads_hold_everything_and_the_others_the_newest_and_at_most_the_mean_of_the_rest(case: Case):
+def test_full_heads_keep_all_and_others_sinks_and_recent(case: Case):
     caches = rig.shared(case.tight).caches
     for i in (0, rig.flushed(caches)[2]):
         cache, whole = caches[i], (1, 0)
@@ -136,7 +136,7 @@ def test_some_heads_hold_everything_and_the_others_the_newest_and_at_most_the_me
 
 
 @every
-def test_dead_slots_are_never_read(case: Case):
+def test_dead_slots_are_masked(case: Case):
     clean, bad = rig.shared(case.tight, case.model), rig.run(case.tight, poison=poison, params=case.params)
     np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
     few = FORCED[:, :20]  # one flush: tiers that are not full yet
@@ -145,7 +145,7 @@ def test_dead_slots_are_never_read(case: Case):
 
 
 @pytest.mark.parametrize("case", [CASES[x][-1] for x in ("h2o", "snapkv", "keydiff", "expected_attention")], ids=str)
-def test_a_pause_leaves_dead_entries_that_nobody_reads(case: Case):
+def test_paused_rows_leave_masked_entries(case: Case):
     clean, bad = (rig.run(case.tight, forced=rig.PAUSES, poison=x) for x in (None, poison))
     live = rig.PAUSES.T >= 0
     np.testing.assert_array_equal(np.stack(bad.logits)[1:][live], np.stack(clean.logits)[1:][live])
@@ -156,7 +156,7 @@ def test_a_pause_leaves_dead_entries_that_nobody_reads(case: Case):
 
 
 @every
-def test_a_row_does_not_see_its_neighbours(case: Case):
+def test_rows_are_independent(case: Case):
     together = rig.shared(case.tight, case.model)
     nobody = np.full_like(PROMPT[:1], -1), np.full_like(FORCED[:1], -1)
     prompt, forced = np.concatenate([PROMPT[1:], nobody[0]]), np.concatenate([FORCED[1:], nobody[1]])
@@ -171,7 +171,7 @@ def test_a_row_does_not_see_its_neighbours(case: Case):
 
 
 @pytest.mark.parametrize("case", [CASES["snapkv"][1], CASES["knorm"][0]], ids=str)
-def test_pads_change_nothing(case: Case):
+def test_padding_changes_nothing(case: Case):
     together = rig.shared(case.tight)
     bare = rig.run(case.tight, PROMPT[:, -LENGTHS[1] :])  # row 0 is now another text, as long as row 1
     for a, b in zip(bare.logits, together.logits, strict=True):
@@ -182,7 +182,7 @@ def test_pads_change_nothing(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.measured], ids=str)  # whose layers' sizes are the prompt's
-def test_one_program_serves_all_blocks_and_all_calls(case: Case):
+def test_no_recompilation(case: Case):
     caches = rig.shared(case.tight, case.model).caches
     programs = (
         decode_loop.embedded,
@@ -203,7 +203,7 @@ def test_one_program_serves_all_blocks_and_all_calls(case: Case):
 @pytest.mark.parametrize(
     "case", [CASES["full"][0], CASES["streaming"][0], CASES["snapkv"][1], *rig.OTHERS[1::2]], ids=str
 )
-def test_the_loop_compiles_once_and_gives_the_tokens_of_single_steps(case: Case):
+def test_decode_loop_compiles_once_and_matches_single_steps(case: Case):
     sizes = []
     for _ in range(2):
         start = rig.shared(case.tight, case.model)
@@ -281,13 +281,13 @@ def states(case: Case) -> int:
 
 
 @every
-def test_bytes_are_those_of_the_formula(case: Case):
+def test_bytes_match_formula(case: Case):
     cache = rig.shared(case.tight, case.model).caches[0]
     assert cache.nbytes == predicted(case, LONGEST, cache.plan)
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.budget or c.slot.lossy], ids=str)
-def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
+def test_long_prompt_takes_fewer_bytes_than_dense_cache(case: Case):
     size = rig.empty(case.tight, longest=rig.LONG, params=case.params).nbytes
     assert size == predicted(case, rig.LONG)
     coded = max(0.5, 0.05 + (case.slot.k + case.slot.v) / (8 * D))  # where keys alone are, more than a half is left
@@ -299,7 +299,7 @@ def test_a_long_prompt_takes_fewer_bytes_than_a_dense_cache(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if not c.merges], ids=str)  # a merge rewrites dense slots
-def test_survivors_are_never_coded_again(case: Case):
+def test_survivors_are_never_reencoded(case: Case):
     caches = rig.shared(case.tight, case.model).caches
     flushes = rig.flushed(caches)
     assert len(flushes) >= 3
@@ -325,7 +325,7 @@ def chunked(text: str, size: int):
     return cache, logits
 
 
-def test_a_prompt_in_pieces_is_the_prompt():
+def test_chunked_prefill_equals_whole_prefill():
     text = "full"
     whole = rig.shared(text)
     pieces, logits = chunked(text, 30)
@@ -341,7 +341,7 @@ def test_a_prompt_in_pieces_is_the_prompt():
 
 
 @pytest.mark.parametrize("text", ["int8", "int4", rig.KIVI_TEXT, "knorm(budget=48)", "streaming(budget=48)"])
-def test_the_first_layer_holds_the_same_codes_whatever_the_pieces(text: str):
+def test_first_layer_codes_are_independent_of_chunk_size(text: str):
     # Its keys depend on the tokens alone, and the ranks of these methods do not change with time.
     whole, pieces = rig.prompted(text), chunked(text, 30)[0]
     a, b = ({k: v for k, v in codes(c).items() if k[:2] == (0, 0)} for c in (whole, pieces))
@@ -356,7 +356,7 @@ def test_the_first_layer_holds_the_same_codes_whatever_the_pieces(text: str):
 
 
 @pytest.mark.parametrize("case", [CASES[x][-1] for x in ("full", "h2o", "snapkv", "knorm")], ids=str)
-def test_a_cache_is_a_value(case: Case):
+def test_caches_are_immutable(case: Case):
     whole = rig.shared(case.tight)
     start = whole.caches[20]
     frozen = [np.array(x) for x in jax.tree.leaves(start)]
@@ -379,7 +379,7 @@ def test_a_cache_is_a_value(case: Case):
 
 
 @compressed
-def test_the_budget_is_what_is_kept(case: Case):
+def test_kept_tokens_match_budget(case: Case):
     caches = rig.shared(case.tight, case.model).caches
     budget = np.full((L, 1, 1), BUDGET)
     if "pyramid" in case.text:
@@ -406,7 +406,7 @@ def test_the_budget_is_what_is_kept(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.grows], ids=str)
-def test_a_budget_that_grows_keeps_the_prompt_and_a_share_of_the_rest(case: Case):
+def test_growing_budget_keeps_prompt_and_share_of_answer(case: Case):
     caches = rig.shared(case.tight).caches
     for i in rig.flushed(caches):
         older = max(i - 1 - case.recent, 0)
@@ -420,7 +420,7 @@ def test_a_budget_that_grows_keeps_the_prompt_and_a_share_of_the_rest(case: Case
 
 
 @every
-def test_a_saved_cache_is_read_as_it_was(case: Case, tmp_path):
+def test_saved_cache_round_trips(case: Case, tmp_path):
     caches = rig.shared(case.tight, case.model).caches
     for cache in (caches[0], caches[len(caches) // 2], caches[-1]):
         cache = decode_loop.replace(cache, name=case.tight)

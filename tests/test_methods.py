@@ -46,7 +46,7 @@ def test_every_method_says_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", sorted(rig.CASES))
-def test_full_changes_nothing_of_another_method_whatever_the_order(name):
+def test_full_is_neutral_in_compositions(name):
     """What it fills are defaults: `snapkv(budget=512) | full` evicts as `snapkv(budget=512)` does."""
     text = rig.CASES[name][0].tight
     plain, *both = (replace(parse(x), name="", exactness="") for x in (text, f"{text} | full", f"full | {text}"))
@@ -69,7 +69,7 @@ def test_text_round_trips(text):
     assert parse(str(parse(text))) == parse(text)
 
 
-def test_every_method_takes_the_schedule_and_the_kernels():
+def test_methods_accept_schedule_and_kernels():
     config = parse("int8(chunk=512, kernels='xla', recent=7)")
     assert (config.chunk, config.kernels, config.recent) == (512, "xla", 7)
     with pytest.raises(ValueError, match="one of auto, xla, tpu, gpu"):
@@ -115,7 +115,7 @@ def test_every_method_takes_the_schedule_and_the_kernels():
         ("__import__('os').system('id')", "cannot read"),
     ],
 )
-def test_text_that_cannot_be(text, message):
+def test_invalid_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
 
@@ -207,7 +207,7 @@ def test_a_config_can_chunk_where_check_accepts_chunks():
 
 @pytest.mark.slow  # some 150 prompts are traced
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
+def test_minimum_integer_arguments_prefill_or_are_refused(name):
     parameters = inspect.signature(METHODS[name].make).parameters.values()
     for argument in (p for p in parameters if p.annotation in ("int", "int | None", "Positive")):
         given = ({"budget": 64} if METHODS[name].sized else {}) | FOLDERS.get(name, {})
@@ -229,7 +229,7 @@ def test_a_whole_number_at_its_least_is_refused_by_name_or_reads_a_prompt(name):
 
 @pytest.mark.slow  # some 700 flushes are traced
 @pytest.mark.parametrize("name", dict.fromkeys(a for a, _ in PAIRS))
-def test_a_flush_of_what_goes_together_gives_a_layer_of_the_same_form(name):
+def test_flush_of_compatible_pairs_preserves_layer_structure(name):
     given = ["budget=2048"] if "budget" in METHODS[name].arguments else []
     given += [f"{argument}={folder!r}" for argument, folder in FOLDERS.get(name, {}).items()]
     admitted = [b for (a, b), why in PAIRS.items() if a == name and not why]
@@ -259,7 +259,7 @@ CODED = [
 # The codecs take turns, so that each meets a part of the methods: all together would take a quarter of an hour.
 @pytest.mark.slow
 @pytest.mark.parametrize("text", CODED[:: len(CODECS) + 1], ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
-def test_what_goes_together_answers(text):
+def test_compatible_pairs_generate(text):
     out = jkv.generate(rig.PARAMS, text, list(range(3, 93)), max_new_tokens=40, compare=True)  # two flushes
     assert out.receipt.config == text and len(out.tokens) == 40
     assert out.receipt.bytes_kept == out.receipt.bytes_predicted
@@ -267,7 +267,7 @@ def test_what_goes_together_answers(text):
 
 
 @pytest.mark.slow
-def test_receipts_say_what_reads_every_composition():
+def test_receipts_name_kernels_of_every_composition():
     for case in [*rig.ALL, *rig.OTHERS]:
         cache = rig.empty(case.tight, params=case.params)
         assert receipt.kernels_of(cache) == "xla" and receipt.kernels_off(cache) == "", case
@@ -288,12 +288,12 @@ def test_receipts_say_what_reads_every_composition():
         ("h2o(budget=32, newest='half')", "h2o: newest='half': a number"),
     ],
 )
-def test_a_value_that_an_argument_cannot_have_is_refused_by_name(text, why):
+def test_invalid_argument_values_are_refused(text, why):
     with pytest.raises(ValueError, match=why):
         check(parse(text), MODEL)
 
 
-def test_what_does_not_go_together_says_why():
+def test_incompatible_pairs_state_reason():
     refused = {pair: why for pair, why in PAIRS.items() if why}
     reading = {
         "quest",
@@ -316,7 +316,7 @@ def test_what_does_not_go_together_says_why():
     check(parse("streaming(budget=256, relative=False) | quest"), MODEL)  # the way out
 
 
-def test_the_page_of_methods_is_what_the_catalogue_says():
+def test_methods_page_matches_catalogue():
     page = Path(__file__).parent.parent / "docs" / "methods.md"
     made = runpy.run_path(str(page.with_suffix(".py")))
     assert page.read_text() == made["table"]() + made["refused"](), "run: make docs"
@@ -327,7 +327,7 @@ TABLES = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "tables.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES["TABLES"])
-def test_tables_are_what_the_results_say(name: str):
+def test_tables_match_results(name: str):
     root = Path(__file__).parent.parent
     assert TABLES["filled"](name) == (root / name).read_text(), "run: make docs"
     assert (root / "README.md").read_text().count("\n") <= 130

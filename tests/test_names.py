@@ -33,7 +33,7 @@ RETIRED = frozenset(
     """scheduler speculative draft_length prefix_cache chunk_reuse openai stop_strings offload quest trimkv moe mla rope
     receipt compile_cache memory_estimate disaggregated sampling tokenizer quantization eviction""".split(),
 )
-def test_what_a_newcomer_looks_for_is_a_file_or_a_folder(word: str):
+def test_field_words_appear_in_module_names(word: str):
     assert any(word in stem for stem in STEMS)
 
 
@@ -67,6 +67,6 @@ def test_retired_words_name_no_module_class_or_function():
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGES))
-def test_what_a_package_exports_is_there(name: str):
+def test_package_exports_resolve(name: str):
     module = import_module(name)
     assert not [x for x in getattr(module, "__all__", ()) if not hasattr(module, x)]

@@ -18,7 +18,7 @@ BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_a_notebook_was_run_in_order_and_tells_of_no_machine(path: Path):
+def test_notebook_outputs_are_in_order_and_machine_independent(path: Path):
     text = path.read_text("utf-8")
     assert len(text) < 400_000 and f"notebooks/{path.name}" in (ROOT / "README.md").read_text("utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -32,7 +32,7 @@ def test_a_notebook_was_run_in_order_and_tells_of_no_machine(path: Path):
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_a_notebook_begins_as_colab_needs_it(path: Path):
+def test_notebook_header_suits_colab(path: Path):
     """A badge, a form whose revision is this version, a model that can be chosen; and never another project's jkv."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     source = ["".join(x["source"]) for x in cells]
@@ -50,7 +50,7 @@ def test_a_notebook_begins_as_colab_needs_it(path: Path):
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_what_a_notebook_takes_of_jkv_is_there(path: Path):
+def test_notebook_jkv_names_resolve(path: Path):
     """What it imports, and what it then takes from a module that it has imported."""
     cells = ["".join(x["source"]) for x in json.loads(path.read_text("utf-8"))["cells"] if x["cell_type"] == "code"]
     nodes = [x for cell in cells for x in ast.walk(ast.parse(re.sub(r"(?m)^( *)%.*", r"\1pass", cell)))]

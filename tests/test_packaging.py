@@ -79,11 +79,11 @@ def wheel(source: Path) -> zipfile.ZipFile:
 
 
 @pytest.mark.slow
-def test_an_editable_installation_warns_of_nothing(source):
+def test_editable_install_has_no_warnings(source):
     assert "Warning" not in (said := built(source, "editable")[1]) and "!!" not in said
 
 
-def test_a_wheel_holds_every_file_of_the_folders_and_no_other(wheel):
+def test_wheel_holds_exactly_package_files(wheel):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert names == installed().keys()
     assert (
@@ -100,13 +100,13 @@ def test_the_checkout_is_the_package():
         assert (ROOT / "jkv" / name).is_symlink() and (ROOT / "jkv" / name).resolve() == ROOT / name
 
 
-def test_a_wheel_brings_the_command_and_its_own_name(wheel):
+def test_wheel_declares_command_and_package_name(wheel):
     about = {name.split("/")[-1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "jkv = jkv.cli.app:main" in wheel.read(about["entry_points.txt"]).decode()
     assert f"Name: {optional_deps.PACKAGE}\n" in wheel.read(about["METADATA"]).decode()
 
 
-def test_every_module_is_found_by_its_name_where_jkv_is_installed(tmp_path):
+def test_installed_modules_are_found_by_name(tmp_path):
     code = "import sys, importlib.util as u\nfor name in sys.argv[1:]: assert u.find_spec(name) is not None, name"
     args = [sys.executable, "-W", "ignore", "-c", code, *sorted(modules())]
     done = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -155,7 +155,7 @@ def reached(sources: dict[str, str]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_module_is_of_use_to_the_package_and_not_to_tests_alone():
+def test_every_module_is_reachable_from_entry_points():
     sources = {name: path.read_text("utf-8") for name, path in modules().items()}
     assert sources.keys() - reached(sources) == set()
     # what nobody imports is found, and so is what only that imports
@@ -181,7 +181,7 @@ def texts() -> Iterator[tuple[Path, str]]:
                 yield path, path.read_text("utf-8")
 
 
-def test_no_text_tells_anyone_to_install_the_package_of_a_stranger():
+def test_install_commands_name_jkv_cache():
     found = [(str(path.relative_to(ROOT)), m[0]) for path, text in texts() for m in STRANGER.finditer(text)]
     assert found == []
     for wrong in ("pip install {}", "pip install -U '{}'", "pip install\n'{}[train]'", 'uv add "{}"', "({}[train])"):
@@ -190,7 +190,7 @@ def test_no_text_tells_anyone_to_install_the_package_of_a_stranger():
         assert not STRANGER.search(right), right
 
 
-def test_every_extra_that_a_text_names_is_one():
+def test_mentioned_extras_exist():
     named = {
         (str(path.relative_to(ROOT)), x) for path, text in texts() for m in EXTRA.findall(text) for x in m.split(",")
     }
@@ -201,7 +201,7 @@ def test_every_extra_that_a_text_names_is_one():
     assert {"train", "plot", "hub", "datasets"} <= asked <= PROJECT["optional-dependencies"].keys()
 
 
-def test_the_installed_package_is_asked_for_by_its_own_name():
+def test_metadata_is_read_by_distribution_name():
     assert PROJECT["name"] == optional_deps.PACKAGE and PROJECT["scripts"] == {"jkv": "jkv.cli.app:main"}
     assert metadata(optional_deps.PACKAGE)["Name"] == optional_deps.PACKAGE and requires(optional_deps.PACKAGE)
     assert json_results.versions(["jkv", "nothing"]).keys() == {"python", "jkv"}

@@ -24,14 +24,14 @@ def links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MADE["PICTURES"])
-def test_a_picture_is_what_its_script_draws_and_a_page_shows_it(name: str):
+def test_pictures_match_their_script_and_are_linked(name: str):
     path = ROOT / "docs" / f"{name}.svg"
     assert path.read_text("utf-8") == MADE["PICTURES"][name](), "run: make docs"
     assert ElementTree.fromstring(path.read_text("utf-8")).tag.endswith("svg") and path.stat().st_size < 100_000
     assert any((page.parent / link).resolve() == path for page in PAGES for link in links(page))
 
 
-def test_every_picture_of_the_folder_is_drawn():
+def test_every_picture_is_generated():
     assert {path.stem for path in (ROOT / "docs").glob("*.svg")} == set(MADE["PICTURES"])
 
 
@@ -42,7 +42,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path):
+def test_links_resolve(page: Path):
     for link in links(page):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
@@ -51,11 +51,11 @@ def test_links_lead_somewhere(page: Path):
 
 
 @pytest.mark.parametrize("name, most", [("README.md", 130), ("ARCHITECTURE.md", 150), ("CHANGELOG.md", 60)])
-def test_a_page_stays_short(name: str, most: int):
+def test_pages_stay_short(name: str, most: int):
     assert (ROOT / name).read_text("utf-8").count("\n") <= most
 
 
-def test_what_the_readme_writes_are_caches_and_the_catalogue_is_whole():
+def test_readme_caches_parse_and_catalogue_is_complete():
     text = (ROOT / "README.md").read_text("utf-8")
     table = text[text.index("| you want | you write |") :].split("\n\n")[0].replace("\\|", "|")
     written = re.findall(r'`"([^"`]+)"`', table)

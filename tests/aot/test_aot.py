@@ -32,7 +32,7 @@ JOB = plan.Job(
 
 
 @pytest.mark.slow
-def test_the_bytes_are_those_of_the_arrays():
+def test_program_bytes_match_array_bytes():
     prefill, decode = plan.programs(JOB, target("cpu"))
     new = 64  # half of the context
     cache = CacheShape(JOB.config, MODEL, 2, 128, new, jnp.float32).empty()
@@ -49,7 +49,7 @@ def test_the_bytes_are_those_of_the_arrays():
         )
 
 
-def test_a_program_fits_if_its_peak_does():
+def test_program_fits_if_peak_fits():
     program = plan.decode(JOB, target("cpu"))
     machine = replace(target("cpu"), memory=program.peak)
     assert program.fits(machine) and not program.fits(replace(machine, memory=program.peak - 1))
@@ -57,7 +57,7 @@ def test_a_program_fits_if_its_peak_does():
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 7, 100])
-def test_the_search_finds_the_largest_batch(monkeypatch, most: int):
+def test_search_finds_largest_batch(monkeypatch, most: int):
     """Programs of 1000 bytes of weights and 10 a row, and what the compiler adds from 4 rows on."""
 
     def decode(job: plan.Job, machine: Target) -> plan.Program:
@@ -70,7 +70,7 @@ def test_the_search_finds_the_largest_batch(monkeypatch, most: int):
     assert most - max(1, most // 16) <= found <= most and len(said) <= plan.TRIES
 
 
-def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_device():
+def test_byte_budget_and_fixed_tier_are_mesh_invariant():
     """Capacities are rounded up so that devices can divide them; how many slots are used is not."""
     one = methods.parse("streaming(bytes='40KiB', sinks=5) | kivi(group=8, recent=8)")
     mesh = Mesh(np.array([*jax.devices()] * 3).reshape(1, 1, 3), ("data", "model", "context"))
@@ -82,7 +82,7 @@ def test_a_budget_in_bytes_and_a_tier_of_fixed_size_keep_what_they_keep_on_one_d
         assert tier.capacity % 24 == 0 and tier.most <= tier.capacity < tier.most + 24
 
 
-def test_the_mesh_that_is_asked_for_is_the_jobs():
+def test_job_uses_requested_mesh():
     job, machine = replace(JOB, mesh="data=2,context=3"), replace(target("cpu"), devices=[*jax.devices()] * 6)
     assert dict(job.over(machine).mesh.shape) == {"data": 2, "model": 1, "context": 3}
     with pytest.raises(ValueError, match="data=2 divides the rows, and there are 3; give a multiple"):
@@ -92,7 +92,7 @@ def test_the_mesh_that_is_asked_for_is_the_jobs():
         plan.decode(watching, machine)
 
 
-def test_devices_that_cannot_share_the_rows_are_refused():
+def test_rows_indivisible_by_devices_are_refused():
     devices = [*jax.devices()] * 3  # two kv heads: three devices divide rows only
     assert sharding.unit(devices, MODEL) == 3
     with pytest.raises(ValueError, match="rows come in multiples of 3, and there are 2"):
@@ -111,13 +111,13 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
-def test_what_cannot_be_planned_is_said_in_one_line(arguments: list[str], says: str, monkeypatch: Any):
+def test_invalid_plan_arguments_give_one_line_errors(arguments: list[str], says: str, monkeypatch: Any):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     result = CliRunner().invoke(cli.app, ["plan", "--model", "smollm2-135m", *arguments])
     assert result.exit_code == 1 and says in result.output and "Traceback" not in result.output
 
 
-def test_what_a_program_costs_is_shown_and_kept(monkeypatch: Any, tmp_path: Any):
+def test_program_costs_are_printed_and_saved(monkeypatch: Any, tmp_path: Any):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     made = dict(what="decode", weights=3 << 20, flops=2e9, moved=2**21, cycles=4_000_000)
     one = plan.Program(**made, cache=1 << 20, kernels="xla", compile_s=0)
@@ -160,13 +160,13 @@ ENTRY %main () -> f32[8] {
 }"""
 
 
-def test_the_cycles_of_a_schedule_are_counted_where_they_are_spent():
+def test_hlo_cycles_are_counted_once_or_per_step():
     assert hlo.cycles(LOOPS) == {"once": 2000, "step": 1707}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["int8", "h2o(budget=40)"])
-def test_a_prompt_is_planned_in_the_largest_chunks_that_fit(text: str):
+def test_plan_uses_largest_fitting_prefill_chunk(text: str):
     """Whole if that fits; a method that needs it whole is planned so; what the compiler refuses is planned smaller."""
     job = replace(JOB, config=methods.parse(text), context=512, chunk=None)
     whole, _ = plan.programs(job, target("cpu"))
@@ -183,7 +183,7 @@ def test_a_prompt_is_planned_in_the_largest_chunks_that_fit(text: str):
 
 
 @pytest.mark.slow
-def test_a_file_is_planned_with_the_blocks_that_it_has(tmp_path):
+def test_plan_counts_gguf_blocks_as_stored(tmp_path):
     kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name, x in ggufs.weights().items() if x.ndim == 2}
     path, out = ggufs.tiny(tmp_path / "m.gguf", kinds=kinds), tmp_path / "out.json"
     asked = ["plan", "--model", path, "--topology", "cpu", "--context", 64, "--weights", "file", "--json", out]

@@ -40,7 +40,7 @@ def same(a: A.Partial, b: A.Partial) -> None:
         np.testing.assert_allclose(x, y, atol=2e-6, rtol=2e-6)  # a few float32 roundings of numbers of size 1
 
 
-def test_merge_is_attention_over_the_union_in_any_order():
+def test_merge_is_associative_commutative_and_exact():
     a, b, c = over(0, 5), over(5, 16), over(16, 24)
     whole = over(0, S)
     same(A.merge(a, b), A.merge(b, a))
@@ -49,7 +49,7 @@ def test_merge_is_attention_over_the_union_in_any_order():
     np.testing.assert_allclose(whole.finish(), softmax64(Q, K, V, MASK), atol=2e-6)
 
 
-def test_no_key_is_the_neutral_element_and_gives_zero():
+def test_empty_partial_is_merge_identity_and_zero():
     a, none = over(0, S), A.nothing(jnp.asarray(Q), D)
     same(A.merge(a, none), a)
     same(A.merge(none, a), a)
@@ -64,7 +64,7 @@ def test_huge_logits_do_not_overflow():
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("t", "s", "tile"), [(200, 1100, 256), (129, 513, 256), (40, 40, 256), (600, 1100, 512)])
-def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, tile: int, window: int | None, monkeypatch):
+def test_tiled_prefill_equals_causal_attention(t: int, s: int, tile: int, window: int | None, monkeypatch):
     monkeypatch.setattr(A, "TILE", tile)
     q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, D)
     k_pos = np.concatenate([np.full(7, -1), np.arange(s - 7)])[None].astype(np.int32)
@@ -79,7 +79,7 @@ def test_the_blocked_prefill_is_plain_causal_attention(t: int, s: int, tile: int
 
 
 @pytest.mark.parametrize(("platform", "tile"), [("cpu", 256), ("tpu", 256), ("cuda", 512), ("rocm", 512)])
-def test_a_gpu_reads_large_tiles_of_a_prompt(platform: str, tile: int):
+def test_prefill_tiles_are_larger_on_gpu(platform: str, tile: int):
     x = jax.ShapeDtypeStruct((1, 4, 4, 1100, D), jnp.float32)
     pos = jnp.arange(1100, dtype=jnp.int32)[None]
 
@@ -91,7 +91,7 @@ def test_a_gpu_reads_large_tiles_of_a_prompt(platform: str, tile: int):
 
 
 @pytest.mark.parametrize(("backend", "tile"), [("cpu", 256), ("gpu", 512)])
-def test_scores_that_exist_at_once_are_those_of_a_tile(backend: str, tile: int, monkeypatch):
+def test_scores_at_once_is_bounded_by_tile(backend: str, tile: int, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert A.scores_at_once(16, 4096, 8192) == 16 * tile * tile and A.scores_at_once(16, 100, 200) == 16 * 100 * 200
 
@@ -111,7 +111,7 @@ def lasting(pos: np.ndarray, keys: int) -> Mask:
 
 @pytest.mark.parametrize("mask_of", [lambda pos, _: causal(jnp.asarray(pos), None), newest_hundred, lasting, all_of])
 @pytest.mark.parametrize("t, s", [(300, 700), (20, 40)])
-def test_every_kind_of_mask_over_positions_with_gaps(mask_of, t: int, s: int):
+def test_masks_over_gapped_positions_match_reference(mask_of, t: int, s: int):
     """As of a prompt that goes on with a part of its tokens: what lies far back is not less seen."""
     q, k, v = draw(1, 1, 2, t, D), draw(1, 1, s, D), draw(1, 1, s, 2 * D)
     k_pos = np.concatenate([np.full(5, -1), np.sort(rng.choice(9 * s, s - 5, replace=False))])[None].astype(np.int32)
@@ -130,7 +130,7 @@ def test_every_kind_of_mask_over_positions_with_gaps(mask_of, t: int, s: int):
 
 
 @pytest.mark.parametrize("window", [None, 520])
-def test_keys_that_some_query_does_not_see_may_hold_anything(window: int | None):
+def test_masked_keys_may_be_nan(window: int | None):
     """Rows of different lengths, with dead keys in the middle: NaN wherever nobody looks, in the last tile of any."""
     t, s = 520, 1030
     q, k, v = draw(2, 1, 1, t, D), draw(2, 1, s, D), draw(2, 1, s, D)
@@ -144,7 +144,7 @@ def test_keys_that_some_query_does_not_see_may_hold_anything(window: int | None)
     np.testing.assert_allclose(got.finish(), softmax64(q, np.nan_to_num(k), v, mask[:, None]), atol=5e-6)
 
 
-def test_the_way_back_through_tiles_of_queries_is_that_of_plain_attention():
+def test_tiled_gradient_equals_dense_attention_gradient():
     """Rows of different lengths, with NaN where nobody looks."""
     t, s = 2 * A.BACK_TILE + 40, 310
     q, k, v, out = draw(2, 1, 2, t, D), draw(2, 1, s, D), draw(2, 1, s, D), draw(2, 1, 2, t, D)

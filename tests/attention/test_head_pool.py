@@ -49,7 +49,7 @@ def kept(scores: list[np.ndarray], limit: int, floor: float) -> list[set[int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-def test_each_head_keeps_its_own_best_in_its_share(seed: int, limit: int, floor: float):
+def test_each_head_keeps_best_tokens_by_quota(seed: int, limit: int, floor: float):
     rng = np.random.default_rng(seed)
     scores = [rng.integers(0, 30, 20).astype(np.float32) * scale for scale in (1, 2, 4)]  # with ties
     quota = fair(scores, limit, floor)
@@ -62,7 +62,7 @@ def test_each_head_keeps_its_own_best_in_its_share(seed: int, limit: int, floor:
         assert mine == set(np.argsort(-x, kind="stable")[: len(mine)].tolist())
 
 
-def test_equal_heads_share_equally_and_the_protected_stay():
+def test_equal_heads_share_equally_and_protected_stay():
     same = [np.arange(20, dtype=np.float32)] * 3
     assert [len(x) for x in kept(same, 30, 0.2)] == [10, 10, 10]
     strong = [np.full(20, -1.0), np.full(20, 5.0), np.full(20, 5.0)]
@@ -73,7 +73,7 @@ def test_equal_heads_share_equally_and_the_protected_stay():
 
 
 @pytest.mark.slow
-def test_a_floor_of_one_is_snapkv_and_a_lower_one_is_not():
+def test_adakv_equals_snapkv_only_at_floor_one():
     texts = "snapkv(budget=48, window=8, pool=7, kind='max')", "adakv(budget=48, window=8, floor=1.0)"
     plain, floored = (decode_loop.prefill(rig.PARAMS, rig.empty(x), jnp.asarray(PROMPT), fresh=True)[0] for x in texts)
     free = rig.shared("adakv(budget=48, window=8)").caches[0]
@@ -84,7 +84,7 @@ def test_a_floor_of_one_is_snapkv_and_a_lower_one_is_not():
     assert (counts != 48).any() and (counts >= 8 + int(0.2 * 40)).all()
 
 
-def test_the_prompt_is_cut_as_the_paper_says():
+def test_adakv_prompt_eviction_matches_paper():
     cache = rig.shared("adakv(budget=48, window=8)").caches[0]
     for row, n in enumerate(LENGTHS):
         for layer in range(L):
@@ -100,7 +100,7 @@ def test_the_prompt_is_cut_as_the_paper_says():
 
 
 @pytest.mark.parametrize("window", [None, 80])
-def test_a_head_sees_its_own_slots_and_its_window(window: int | None):
+def test_head_attends_only_to_own_slots_in_window(window: int | None):
     cache = rig.shared("adakv(budget=48, window=8)").caches[30]
     tier, plan, rope = cache.layers[0].tiers[0], cache.plan[0].tiers[0], MODEL.ropes[0]
     rng, (g, d) = np.random.default_rng(0), (MODEL.groups, MODEL.head_dim)
@@ -119,7 +119,7 @@ def test_a_head_sees_its_own_slots_and_its_window(window: int | None):
         np.testing.assert_allclose(part.lse[b, h, :, t], np.log(weight.sum(-1)), atol=1e-5)
 
 
-def test_a_head_may_hold_what_another_has_not():
+def test_pooled_head_may_exceed_equal_share():
     """More than an equal share, which slots of its own could not hold."""
     counts = np.stack(
         [np.asarray(c.kept()) for c in rig.shared("h2o(budget=48, newest=0.2) | pooled(floor=0.5)").caches]
@@ -129,7 +129,7 @@ def test_a_head_may_hold_what_another_has_not():
 
 
 @pytest.mark.slow
-def test_a_slot_remembers_what_its_head_paid():
+def test_pooled_slots_accumulate_attention_per_head():
     """Where everything is held, each slot's accumulated attention is that of the same token without a pool."""
     by_place = []
     for text in ("h2o(budget=4000, newest=0.2) | pooled(floor=0.5)", "h2o(budget=4000, newest=0.2)"):
@@ -156,6 +156,6 @@ def test_a_slot_remembers_what_its_head_paid():
         ("adakv(budget=48) | pooled", "both fill the axis 'pooled'"),
     ],
 )
-def test_what_a_pool_cannot_be(text: str, message: str):
+def test_unsupported_pooled_compositions_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         compatibility.check(methods.parse(text), models.random(models.TINY).config)

@@ -79,7 +79,7 @@ def same(got: Cache, want: Cache, params: Params) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "knorm(budget=120)"], ids=["full", "budgeted"])
-def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
+def test_out_of_order_chunks_equal_whole_prefill(text: str):
     """In tiers and windows, before anything is evicted."""
     cache = read(empty(text, ALONE), ALONE, LATER, FIRST)
     assert all((np.asarray(layer.tiers[0].pos) >= 0).any() for layer in cache.layers)
@@ -88,7 +88,7 @@ def test_pieces_in_the_wrong_order_are_the_prompt(text: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)", "keydiff(budget=48)"])
-def test_tokens_given_once_more_see_what_came_before_them(text: str):
+def test_recomputed_chunk_equals_whole_prefill(text: str):
     """Several layers: the later piece is read again where it stands, in a window, and then all is compressed."""
     whole = CacheShape(parse(text).uncompressed(rig.LONGEST), MODEL, 2, rig.LONGEST, 0, jnp.float32).empty()
     got = read(jax.tree.map(jnp.copy, whole), PARAMS, LATER, FIRST)
@@ -101,13 +101,13 @@ def test_tokens_given_once_more_see_what_came_before_them(text: str):
     same(*made, PARAMS)
 
 
-def test_a_gap_is_seen_as_tokens_that_nobody_holds():
+def test_position_gaps_count_as_seen_tokens():
     """The next token stands behind the last one, whatever is missing before it."""
     got = read(empty("full", ALONE), ALONE, LATER)
     assert got.seen.tolist() == list(LENGTHS) and got.kept().tolist() == [[[n - CUT] * 2 for n in LENGTHS]]
 
 
-def test_rows_among_many_keys_see_those_before_them():
+def test_queries_at_any_position_match_dense_attention():
     """More scores than one tile: queries whose keys lie anywhere in a window that is in order."""
     rng, t, s, d = np.random.default_rng(0), 300, 700, 16
     k, v = (jnp.asarray(rng.standard_normal((1, 2, s, d)), jnp.float32) for _ in range(2))
@@ -121,7 +121,7 @@ def test_rows_among_many_keys_see_those_before_them():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_blocks_that_recur_read_in_order():
+def test_recurrent_layers_refuse_out_of_order_tokens():
     cache = CacheShape(parse("full"), HYBRID.config, 2, rig.LONGEST, 0, jnp.float32).empty()
     with pytest.raises(ValueError, match="read tokens in order"):
         decode_loop.prefill_at(HYBRID, cache, *FIRST)

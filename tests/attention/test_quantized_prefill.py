@@ -48,7 +48,7 @@ def dense(text: str, row: int) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["kivi(group=16, recent=8)", "nsnquant(window=16)"])
-def test_queries_see_what_a_flush_will_store_and_the_newest_exact(text: str):
+def test_coded_prefill_attends_to_codes_and_exact_recent(text: str):
     plain, (_, coded) = rig.begun(text)[1], rig.begun(f"{text} | coded")
     for row in range(2):
         want = dense(text, row)
@@ -57,6 +57,6 @@ def test_queries_see_what_a_flush_will_store_and_the_newest_exact(text: str):
 
 
 @pytest.mark.parametrize("text", ["mikv | coded", "kvmerger(budget=64) | coded"])
-def test_what_is_not_known_beforehand_is_refused(text: str):
+def test_unsupported_coded_compositions_are_refused(text: str):
     with pytest.raises(ValueError, match="coded"):
         check(parse(text), MODEL)

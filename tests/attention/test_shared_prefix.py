@@ -63,7 +63,7 @@ def followed(case: rig.Case, cache: Cache, logits: jax.Array) -> tuple[Cache, li
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: rig.Case):
+def test_shared_prefix_logits_equal_unshared_logits(case: rig.Case):
     params, config = case.params, methods.parse(case.tight).bound(case.params)
     model, rows = params.config, texts(params.config.vocab)
     cut = Grain(unit=config.unit, recent=config.recent, sinks=config.num_sinks).cut(BOTH, min(map(len, rows)))
@@ -95,7 +95,7 @@ def test_rows_that_share_a_beginning_have_the_logits_of_rows_that_do_not(case: r
     assert (shared.kept() == plain.kept()).all() and len(second) > before
 
 
-def test_a_row_sees_its_own_beginning_alone():
+def test_row_attends_only_to_own_prefix():
     """The same codes under another number, and none: other logits."""
     case = CASES[0]
     cache = CacheShape(methods.parse("full"), case.params.config, 2, 64, 32, jnp.float32).empty()
@@ -121,7 +121,7 @@ def test_a_row_sees_its_own_beginning_alone():
     assert np.abs(said[-1, 1][0] - said[0, 1][0]).max() > 1e-3
 
 
-def test_rows_are_picked_put_and_forked_with_their_beginnings():
+def test_pick_put_and_fork_keep_prefix_index():
     config, model = methods.parse("full"), rig.PARAMS.config
     tiers = tuple(x.tiers for x in CacheShape(replace(config, recent=0), model, 1, 32, 0, jnp.float32).empty().layers)
     cache = CacheShape(config, model, 3, 64, 32, jnp.float32).empty()
@@ -134,7 +134,7 @@ def test_rows_are_picked_put_and_forked_with_their_beginnings():
     assert cache.nbytes == tree_bytes((cache.layers, cache.common)) > 2 * tree_bytes(tiers)
 
 
-def test_a_step_makes_no_copy_of_a_beginning():
+def test_step_makes_no_copy_of_shared_prefix():
     """4,096 tokens that 4 rows share, of which the step's program has no temporary as large as a layer's."""
     config, model = methods.parse("int8"), rig.PARAMS.config
     cache = CacheShape(config, model, 4, 64, 32, jnp.float32).empty()
@@ -145,7 +145,7 @@ def test_a_step_makes_no_copy_of_a_beginning():
     assert 0 < program.temporary - plain.temporary < tree_bytes(held[0].tiers) / 2
 
 
-def test_shapes_of_a_bucket_that_holds_beginnings_once():
+def test_shapes_of_bucket_with_shared_prefixes():
     bucket = Bucket(lengths=(160,), new=64, rows=(), first=128, tails=(16, 32), common=True)
     bucket = replace(bucket, shared=tuple(Group(128, tuple(range(x, x + 16))) for x in (0, 16, 32)))
     whole = replace(bucket, common=False)

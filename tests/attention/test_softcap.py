@@ -16,7 +16,7 @@ from support import rig
 from support.tiny import CAPPED, PARAMS
 
 
-def test_a_capped_scale_is_its_equation():
+def test_softcap_matches_formula():
     x = np.linspace(-300, 300, 7)
     want = 5 * np.tanh(x * 0.25 / 5)
     scale = Capped(by=0.25, cap=5.0)
@@ -25,7 +25,7 @@ def test_a_capped_scale_is_its_equation():
 
 
 @pytest.mark.parametrize("text", ["h2o(budget=4000)", "h2o(budget=4000) | int8"])
-def test_a_score_weighs_the_attention_that_was_paid(text: str):
+def test_capped_attention_mass_sums_to_query_count(text: str):
     """What all tokens were paid is one for each query and head: of tiers, of windows, and across their border."""
     run = rig.run(text, params=CAPPED)
     after = run.caches[-1]
@@ -36,14 +36,14 @@ def test_a_score_weighs_the_attention_that_was_paid(text: str):
         np.testing.assert_allclose(paid, observed * rig.H * rig.G, rtol=1e-4)
 
 
-def test_a_token_that_stands_for_the_evicted_has_a_capped_logit():
+def test_mean_token_logit_is_capped():
     q = jnp.full((1, 1, 1, 1, 1), 9.0)
     state = Token(k=jnp.full((1, 1, 1), 9.0), v=jnp.ones((1, 1, 1)), count=jnp.ones((1, 1)))
     found = MeanToken().attend(state, q, nothing(q, 1), Capped(by=1.0, cap=2.0))
     np.testing.assert_allclose(found.lse.item(), 2 * np.tanh(81 / 2), rtol=1e-6)
 
 
-def test_no_kernel_is_asked_to_cap(monkeypatch):
+def test_softcap_disables_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
     config = parse("snapkv(budget=48, window=8) | int8")
     for params, kind in ((CAPPED, "xla"), (PARAMS, "auto")):

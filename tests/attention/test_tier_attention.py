@@ -153,7 +153,7 @@ def in_turn(kind: int) -> list[TierConfig]:
 
 
 @pytest.mark.parametrize("kind", each())
-def test_reading_every_page_is_reading_the_tier(kind: int):
+def test_attention_over_all_pages_equals_whole_tier(kind: int):
     """By the selectors in turn: what all pages are does not depend on who names them."""
     configs = in_turn(kind)
     capacity = 2 * lcm(*(config.unit for config in configs))
@@ -179,7 +179,7 @@ def test_reading_every_page_is_reading_the_tier(kind: int):
         np.testing.assert_allclose(got, whole, atol=1e-5, err_msg=str(config.select))
 
 
-def test_what_is_not_read_by_pages_is_refused_with_a_reason():
+def test_unsupported_page_selection_is_refused_with_reason():
     found, refused = picked_from()
     keys = {rope: {type(k) for (k, _, of_k), _ in found if of_k == rope} for rope in ("write", "read")}
     both = {Affine, Centered, Dense, Float, Float4, Gear, LowRank, Mixed, Nsn, OfPrompt}
@@ -215,7 +215,7 @@ def admitted(config: TierConfig, k: jax.Array, v: jax.Array, pos: jax.Array) -> 
 
 
 @pytest.mark.parametrize("kind", each())
-def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
+def test_page_summaries_are_of_rotated_keys(kind: int):
     """By the selectors in turn: what the keys are does not depend on who asks; of dense keys by all."""
     dense = isinstance(KINDS[kind][0][0], Dense)
     configs = [x for x in (KINDS[kind][1] if dense else in_turn(kind)) if x.select.unit == PAGES[-1]]
@@ -243,7 +243,7 @@ def test_pages_are_summarized_by_keys_as_queries_meet_them(kind: int):
 
 @pytest.mark.parametrize("page", [1, 2])
 @pytest.mark.parametrize("rope", ["write", "read"])
-def test_no_key_has_a_larger_logit_than_the_bound_of_its_page(rope: str, page: int):
+def test_page_bound_is_upper_bound_of_logits(rope: str, page: int):
     select = PageBound(unit=page, pages=2)
     config = replace(tier_of((Dense(), Dense(), rope), 4, select), capacity=48)
     tier = admitted(config, *map(jnp.asarray, newcomers(config)))[0]
@@ -263,7 +263,7 @@ MELTING = [CASES[method.name][-1].tight for method in METHODS.values() if method
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MELTING, ids=lambda text: text.replace(rig.FOLDER.name, "tiny"))
-def test_a_page_is_known_by_the_keys_that_it_holds_whatever_melts(text: str):
+def test_page_summaries_follow_merged_keys(text: str):
     """After flushes: no selector remembers keys that a merge has changed since."""
     text = f"{text} | quest(pages=3, page=4, dense_layers=0)"
     try:
@@ -290,7 +290,7 @@ def attended(q: jax.Array, tier: Tier) -> jax.Array:
 
 
 @pytest.mark.parametrize("size", [512, 2501])
-def test_a_step_reads_a_long_tier_in_tiles(size: int, monkeypatch):
+def test_tiled_tier_attention_matches_reference(size: int, monkeypatch):
     """Ten of them, or the two of a GPU, the last moved back; beside softmax over the decoded tier, in float64."""
     monkeypatch.setattr(tier_attention, "tile_sizes", lambda *_: (size, size))
     tier = filled(LONG, plain(LONG))
@@ -305,7 +305,7 @@ def test_a_step_reads_a_long_tier_in_tiles(size: int, monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "size"), [("cpu", 512), ("tpu", 512), ("cuda", 2501), ("rocm", 2501)])
-def test_a_gpu_reads_large_tiles(platform: str, size: int):
+def test_tier_tiles_are_larger_on_gpu(platform: str, size: int):
     """Each turn of the loop is a dozen launches there; a CPU's caches hold a small one."""
     tier = jax.eval_shape(lambda: filled(LONG, plain(LONG)))
     q = jax.ShapeDtypeStruct((ROWS, H, G, 1, D), jnp.float32)
@@ -313,7 +313,7 @@ def test_a_gpu_reads_large_tiles(platform: str, size: int):
     assert {n for n in (512, 2501) if f"tensor<{ROWS}x{H}x{n}x" in text} == {size}
 
 
-def test_the_last_page_may_be_a_part_of_one():
+def test_last_page_may_be_partial():
     """Of 11 slots in pages of 4; what is missing is dead, and what is there is as it was."""
     (tier,) = resolve(CacheConfig(select=PageBound(unit=4, pages=2)), MODEL, 27, 0)[0].tiers
     k, pos = np.random.default_rng(0).normal(0, 1, (1, H, 11, D)).astype(np.float32), np.arange(11)[None, None]

@@ -39,7 +39,7 @@ def filled(spec: str) -> Cache:
 
 
 @pytest.mark.parametrize("spec", ["full", "quest(page=4, pages=2, dense_layers=0)", "h2o(budget=24)"])
-def test_marks_are_of_every_tier(spec: str):
+def test_index_covers_every_tier(spec: str):
     cache = filled(spec)
     read, plan = marked(cache, views(cache)), cache.plan
     assert cache.common is not None and read.common is not None
@@ -64,7 +64,7 @@ def test_marks_are_of_every_tier(spec: str):
                 assert copy.marks is None  # it has other slots
 
 
-def test_positions_of_steps_come_into_windows_and_rings():
+def test_block_positions_equal_stepwise_writes():
     """As if every step had written them itself, but for rows that pause; rings shorter and longer than the block."""
     cache = filled("snapkv(budget=24, window=4)")
     plan, layer = views(cache)[0], cache.layers[0]

@@ -130,7 +130,7 @@ def said(params: Params, cache: Cache, token: np.ndarray) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("made", MODELS.values(), ids=list(MODELS))
 @pytest.mark.parametrize("config", READ.values(), ids=list(READ))
-def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callable[[int], Params]):
+def test_step_equals_float64_attention_over_cache(config: CacheConfig, made: Callable[[int], Params]):
     params = made(2 if "lacache" in config.name else 1)  # whose layers differ
     model = params.config
     cache = replace(CacheShape(config, params.config, 2, 142, 52, jnp.float32).empty(), name="")
@@ -148,7 +148,7 @@ def test_a_step_is_attention_over_what_is_held(config: CacheConfig, made: Callab
 
 
 @pytest.mark.slow
-def test_values_that_lose_nothing_by_the_lift_change_no_logit():
+def test_orthonormal_value_lift_keeps_logits():
     """Columns of the lift to 32 channels are orthonormal."""
     for text in ("full", "snapkv(budget=48, window=8)", f"razorattention(local=48, share=0.0, heads={rig.KEEPERS!r})"):
         config, out = parse(text), []
@@ -161,7 +161,7 @@ def test_values_that_lose_nothing_by_the_lift_change_no_logit():
         np.testing.assert_allclose(*out, atol=1e-4)
 
 
-def test_a_full_cache_of_latents_gives_the_models_logits():
+def test_full_latent_cache_matches_model_logits():
     cache = replace(CacheShape(parse("full"), LATENT.config, 2, 142, 52, jnp.float32).empty(), name="")
     cache, logits = decode_loop.prefill(LATENT, cache, jnp.asarray(PROMPT), fresh=True)
     out = [logits]
@@ -191,7 +191,7 @@ EVERY = [case for cases in CASES.values() for case in cases]
 
 # Codecs of moments are as wide as the model that these are of.
 @pytest.mark.parametrize("case", [c for c in EVERY if not jax.tree.leaves((c.config.codec, c.config.tiers))], ids=str)
-def test_every_method_takes_them(case: Case):
+def test_methods_without_codec_arrays_accept_wide_values(case: Case):
     params, config = wide(32), parse(case.tight)
     if isinstance(config.merge, Mixtures):  # its weights are as wide as keys and values are
         config = replace(config, merge=replace(config.merge, gate=Blend.start(params.config, 12, 5, jax.random.key(0))))
@@ -199,7 +199,7 @@ def test_every_method_takes_them(case: Case):
 
 
 @pytest.mark.parametrize("case", [c for c in EVERY if not jax.tree.leaves(c.config)], ids=str)
-def test_every_method_that_learned_nothing_takes_latents(case: Case):
+def test_untrained_methods_accept_latents(case: Case):
     """But for what is made of a layer's output matrix, which is that of values, and says so."""
     if "criticalkv" in case.text:
         with pytest.raises(ValueError, match="values of this .* model are latents"):
@@ -209,14 +209,14 @@ def test_every_method_that_learned_nothing_takes_latents(case: Case):
 
 
 @pytest.mark.parametrize(("text", "each"), [("full", 4 * 32), ("streaming(budget=48)", 4 * 32), ("int8", 32 + 4)])
-def test_of_a_latent_one_vector_is_kept(text: str, each: int):
+def test_latent_is_stored_once(text: str, each: int):
     cache = CacheShape(parse(text), LATENT.config, 2, 142, 52, jnp.float32).empty()
     for layer in cache.layers:
         slots = 2 * layer.tiers[0].pos.shape[2]
         assert tree_bytes((layer.tiers[0].k, layer.tiers[0].v)) == slots * each
 
 
-def test_values_that_are_coded_otherwise_than_keys_have_codes_of_their_own():
+def test_latent_values_with_different_codec_are_stored():
     """So have those that a merge changes, by other weights than it changes keys."""
     for text in ("kivi(group=16)", "kvmerger(budget=48)"):
         cache = CacheShape(parse(text), LATENT.config, 2, 142, 52, jnp.float32).empty()
@@ -224,7 +224,7 @@ def test_values_that_are_coded_otherwise_than_keys_have_codes_of_their_own():
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_prompt_attends_tile_by_tile(window: int | None):
+def test_tiled_prefill_of_wide_values_matches_reference(window: int | None):
     rng, t = np.random.default_rng(0), 700
     q, k = rng.normal(size=(1, 1, 2, t, 8)), rng.normal(size=(1, 1, t, 8))
     v, pos = rng.normal(size=(1, 1, t, 20)), np.arange(t)[None]
@@ -235,7 +235,7 @@ def test_a_prompt_attends_tile_by_tile(window: int | None):
     np.testing.assert_allclose(got, np.einsum("bhgts,bhsd->bhgtd", w / w.sum(-1, keepdims=True), v), atol=1e-5)
 
 
-def test_kernels_refuse_them():
+def test_kernels_refuse_wide_values():
     with pytest.raises(ValueError, match="the tpu kernel of prefill_attention does not take values of 32 channels"):
         prompt_kernel("tpu", jnp.bfloat16, 64, 32, 1)
     (plan, *_), (layers, _) = CacheShape(parse("int8"), wide(32).config, 2, 142, 52, jnp.float32).layout()

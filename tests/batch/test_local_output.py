@@ -52,7 +52,7 @@ def lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
-def test_a_folder_goes_on_with_its_own_job_alone(tmp_path: Path):
+def test_folder_refuses_another_job(tmp_path: Path):
     claim(tmp_path / "out", ABOUT, MADE)
     claim(tmp_path / "out", ABOUT, MADE)
     with pytest.raises(ValueError, match="another job: cache 'full' there, 'int8' now. Give another folder"):
@@ -61,7 +61,7 @@ def test_a_folder_goes_on_with_its_own_job_alone(tmp_path: Path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["manifest.json"]
 
 
-def test_another_machine_goes_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_other_environment_resumes_with_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     claim(tmp_path, ABOUT, MADE)
     assert not capsys.readouterr().err
     claim(tmp_path, ABOUT, {"jax": "2"})
@@ -69,19 +69,19 @@ def test_another_machine_goes_on_and_says_so(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"input": ', "[" * 100_000])
-def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str):
+def test_damaged_manifest_is_refused(tmp_path: Path, text: str):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match="not the manifest of a job; give another folder"):
         claim(tmp_path, ABOUT, MADE)
 
 
-def test_rows_without_a_manifest_are_not_taken_over(tmp_path: Path):
+def test_rows_without_manifest_are_refused(tmp_path: Path):
     (tmp_path / "rows-00000-of-00001.jsonl").touch()
     with pytest.raises(ValueError, match="no manifest"):
         claim(tmp_path, ABOUT, MADE)
 
 
-def test_a_file_system_without_links_has_one_first_job_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_claim_without_hard_links_is_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no(*_: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -94,7 +94,7 @@ def test_a_file_system_without_links_has_one_first_job_too(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_of_jobs_that_begin_at_once_one_has_the_folder(tmp_path: Path, links: bool):
+def test_concurrent_claims_have_one_owner(tmp_path: Path, links: bool):
     """Three processes leave a barrier together, 40 times: the rows are of the job that the manifest names."""
     command = [sys.executable, str(HERE / "claimant.py"), str(tmp_path), str(int(links))]
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -151,7 +151,7 @@ def check_nothing_is_lost(out: Path, data: bytes) -> bool:
     return True
 
 
-def test_every_prefix_goes_on_and_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_truncation_resumes_without_losing_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)
     data = raw(*WHOLE)
     for n in range(len(data) + 1):
@@ -161,7 +161,7 @@ def test_every_prefix_goes_on_and_loses_no_row(tmp_path: Path, monkeypatch: pyte
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_whatever_happens_to_a_file_no_whole_row_is_lost(tmp_path_factory: pytest.TempPathFactory, data: Any):
+def test_corruption_never_loses_whole_rows(tmp_path_factory: pytest.TempPathFactory, data: Any):
     """Bytes overwritten, put in or taken out anywhere: the file is taken with all its rows, or refused as it is."""
     out = tmp_path_factory.mktemp("out")
     text = bytearray(raw(*WHOLE))
@@ -174,7 +174,7 @@ def test_whatever_happens_to_a_file_no_whole_row_is_lost(tmp_path_factory: pytes
     check_nothing_is_lost(out, bytes(text))
 
 
-def test_what_is_cut_is_kept_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_torn_line_is_saved_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for torn in (b'{"line": 3, "tok', b"\0\0"):
         with shard(tmp_path, raw(row(1))).open("ab") as file:
             file.write(torn)
@@ -204,7 +204,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_that_ends_in_a_newline_is_refused(tmp_path: Path, name: str):
+def test_damaged_complete_lines_are_refused(tmp_path: Path, name: str):
     data, says = DAMAGE[name]
     path = shard(tmp_path, data)
     with pytest.raises(ValueError, match=f"{says}.*Nothing was changed"):
@@ -217,7 +217,7 @@ def test_damage_that_ends_in_a_newline_is_refused(tmp_path: Path, name: str):
 # ------------------------------------------------------------------------------- rows of an input that has changed
 
 
-def test_rows_go_on_by_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_are_matched_by_request_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """An answer moves with its line; a failure of a line that has changed goes aside, and the line is free."""
     shard(tmp_path, raw(row(1), failed(2), row(3), failed(4)))
     again = Shard(tmp_path, {1: "k1", 2: "repaired", 5: "k3", 6: "k4", 7: "new"})
@@ -232,7 +232,7 @@ def test_rows_go_on_by_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again.path.stat().st_ino == same  # nothing to change
 
 
-def test_failed_rows_are_run_again_if_that_is_asked(tmp_path: Path):
+def test_retry_reruns_failed_rows(tmp_path: Path):
     shard(tmp_path, raw(row(1), failed(2), row(3)))
     final = Shard(tmp_path, wanted(1, 2, 3))
     final.close()
@@ -252,20 +252,20 @@ def test_failed_rows_are_run_again_if_that_is_asked(tmp_path: Path):
         ({}, "lines 1, 2, 3 of it"),
     ],
 )
-def test_an_answer_that_is_not_asked_for_is_not_deleted(tmp_path: Path, asked: dict[int, str], says: str):
+def test_unmatched_answers_are_never_deleted(tmp_path: Path, asked: dict[int, str], says: str):
     path = shard(tmp_path, raw(row(1), row(2), row(3)) + b"torn")
     with pytest.raises(ValueError, match=f"holds another job: {says}"):
         Shard(tmp_path, asked, retry=True)
     assert path.read_bytes() == raw(row(1), row(2), row(3)) + b"torn"
 
 
-def test_a_row_twice_is_refused(tmp_path: Path):
+def test_duplicate_row_is_refused(tmp_path: Path):
     shard(tmp_path, raw(row(1), row(1)))
     with pytest.raises(ValueError, match="line 2 of it answers what the input does not ask .any more, or not twice"):
         Shard(tmp_path, wanted(1))
 
 
-def test_every_input_meets_every_output():
+def test_match_rows_assigns_every_answer_or_refuses():
     """All inputs of three lines beside all outputs of three rows, of three keys: every answer has a line that asks for
     it, or all is refused; a failure has one if an answer has not; no line has two."""
     kinds = [None, "a", "b", "c"]
@@ -290,7 +290,7 @@ def test_every_input_meets_every_output():
 # --------------------------------------------------------------------------------------------------- who holds it
 
 
-def test_two_processes_cannot_write_one_shard(tmp_path: Path):
+def test_shard_has_one_writer(tmp_path: Path):
     first = Shard(tmp_path, {})
     with pytest.raises(ValueError, match="another process"):
         Shard(tmp_path, {})
@@ -300,7 +300,7 @@ def test_two_processes_cannot_write_one_shard(tmp_path: Path):
     Shard(tmp_path, {}).close()
 
 
-def test_rows_do_not_go_into_a_file_that_is_there_no_more(tmp_path: Path):
+def test_write_to_removed_shard_fails(tmp_path: Path):
     first = Shard(tmp_path, wanted(1, 2))
     first.add([row(1)])
     first.path.unlink()
@@ -313,7 +313,7 @@ def test_rows_do_not_go_into_a_file_that_is_there_no_more(tmp_path: Path):
     second.close()
 
 
-def test_a_file_that_was_replaced_before_it_was_locked_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shard_replaced_before_lock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, flock = shard(tmp_path, raw(row(1))), fcntl.flock
 
     def late(file: int, how: int) -> None:
@@ -327,7 +327,7 @@ def test_a_file_that_was_replaced_before_it_was_locked_is_not_held(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     def no(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -336,7 +336,7 @@ def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeyp
         Shard(tmp_path, {})
 
 
-def test_names_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parent_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Before a row is written, the folders that list the manifest and the file have been synced."""
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
@@ -352,7 +352,7 @@ def test_names_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------------------------------------------- a full disk
 
 
-def test_a_full_disk_keeps_what_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_keeps_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Half of a row is written before the disk is full."""
     held, write = Shard(tmp_path, wanted(1, 2)), os.write
     held.add([row(1)])
@@ -372,7 +372,7 @@ def test_a_full_disk_keeps_what_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert [json.loads(x)["line"] for x in lines(held.path)] == [1, 2]
 
 
-def test_a_full_disk_changes_no_file_that_is_to_be_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_during_rewrite_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Wherever the disk is full: with the first piece that goes aside, or with the last byte of the new file."""
     data, write = raw(row(1), failed(2), row(3)) + b"torn", os.write
     for calls in range(3):

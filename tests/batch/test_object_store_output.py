@@ -60,7 +60,7 @@ def files() -> list[str]:
     return names(OUT)
 
 
-def test_the_stand_in_refuses_what_a_bucket_refuses():
+def test_fake_store_refuses_append_rename_and_mkdir():
     path = OUT / "x"
     path.write_bytes(b"1")
     assert path.read_bytes() == b"1" and OUT.exists() and files() == ["x"]
@@ -72,11 +72,11 @@ def test_the_stand_in_refuses_what_a_bucket_refuses():
         (OUT / "folder").mkdir()
 
 
-def test_a_place_is_what_its_name_says(tmp_path: Path):
+def test_output_type_follows_path(tmp_path: Path):
     assert output(OUT) == Bucket(OUT) and output(tmp_path) == Folder(tmp_path)
 
 
-def test_a_bucket_goes_on_with_its_own_job_alone(capsys: pytest.CaptureFixture[str]):
+def test_bucket_refuses_another_job(capsys: pytest.CaptureFixture[str]):
     claim(OUT, ABOUT, MADE)
     claim(OUT, ABOUT, MADE)
     assert not capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_a_bucket_goes_on_with_its_own_job_alone(capsys: pytest.CaptureFixture[s
         claim(OUT, ABOUT, MADE)
 
 
-def test_rows_become_objects_that_never_change():
+def test_row_objects_are_immutable():
     held = Parts(OUT, wanted(1, 2, 3))
     held.add([row(1)])
     first = {p.name: p.read_bytes() for p in OUT.iterdir() if p.suffix == ".jsonl"}
@@ -105,7 +105,7 @@ def test_rows_become_objects_that_never_change():
     assert len(after) == 2 and first.items() <= after.items() and written() == [row(1), row(2), row(3)]
 
 
-def test_rows_wait_for_others(monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_uploaded_at_intervals(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_store_output, "EVERY", 9.0)
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -152,7 +152,7 @@ def killed(at: float, retry: bool = False) -> bool:
     return False
 
 
-def test_killed_before_and_after_every_change_every_row_is_there_once(store: Path):
+def test_kill_at_every_change_keeps_each_row_once(store: Path):
     """One kill, at each of all changes of a run; then to the end."""
     at, kills = 1.0, 0
     while killed(at):
@@ -166,7 +166,7 @@ def test_killed_before_and_after_every_change_every_row_is_there_once(store: Pat
     assert kills >= 2 * 9
 
 
-def test_killed_at_every_change_of_what_is_written_anew(store: Path):
+def test_kill_during_rewrite_keeps_each_row_once(store: Path):
     """The two failures are asked again, which writes all rows anew in one object and deletes the others."""
     run(None)
     complete(2)
@@ -184,7 +184,7 @@ def test_killed_at_every_change_of_what_is_written_anew(store: Path):
     complete(0)
 
 
-def test_killed_while_lines_move(store: Path):
+def test_kill_while_lines_move_keeps_each_row_once(store: Path):
     """An answer goes from line 3 to 5: the object that says so makes the older ones void, deleted or not."""
     asked = {1: "k1", 3: "new", 5: "k3"}
     at, kills, over = 1.0, 0, False
@@ -207,7 +207,7 @@ def test_killed_while_lines_move(store: Path):
     assert kills == 2 * 5  # the owner, the object, two that go, the owner that goes
 
 
-def test_killed_twenty_times_in_a_row():
+def test_twenty_consecutive_kills_keep_each_row_once():
     """Every run writes one object, or two, before it is killed."""
     kills = 0
     for at in (1, 1.5, 2, 2.5, 3, 3.5) * 4:
@@ -220,7 +220,7 @@ def test_killed_twenty_times_in_a_row():
 
 
 @pytest.mark.slow
-def test_processes_that_are_really_killed(store: Path):
+def test_sigkilled_processes_keep_each_row_once(store: Path):
     """20 times, by SIGKILL, whenever it comes."""
     command = [sys.executable, str(HERE / "bucket_job.py"), str(store.parent), str(200)]
     for i in range(20):
@@ -239,7 +239,7 @@ def test_processes_that_are_really_killed(store: Path):
 # ------------------------------------------------------------------------------------------- what else may be there
 
 
-def test_an_older_run_stops_and_leaves_nothing_twice(capsys: pytest.CaptureFixture[str]):
+def test_older_run_stops_without_duplicates(capsys: pytest.CaptureFixture[str]):
     """It writes once more, between the newer one's listing and its end, as if it had looked just before."""
     old = Parts(OUT, wanted(1, 2, 3, 4))
     old.add([row(1)])
@@ -257,14 +257,14 @@ def test_an_older_run_stops_and_leaves_nothing_twice(capsys: pytest.CaptureFixtu
     assert sorted(x["line"] for x in written()) == [1, 2, 3, 4]
 
 
-def test_an_answer_stays_rather_than_a_failure():
+def test_answer_supersedes_failure():
     put("0000.000000.aa", failed(1), row(2))
     put("0000.000000.bb", row(1), failed(2))
     Parts(OUT, wanted(1, 2)).close()
     assert sorted(written(), key=lambda x: x["line"]) == [row(1), row(2)]
 
 
-def test_rows_go_on_by_what_was_asked():
+def test_rows_are_matched_by_request_key():
     """An answer moves with its line; a failure of a line that has changed goes aside, and the line is free."""
     put("0000.000000.aa", row(1), failed(2))
     put("0000.000001.aa", row(3), failed(4))
@@ -277,7 +277,7 @@ def test_rows_go_on_by_what_was_asked():
     assert (OUT / old).read_bytes() == dumped(failed(2))
 
 
-def test_an_answer_that_is_not_asked_for_is_not_deleted():
+def test_unmatched_answers_are_never_deleted():
     put("0000.000000.aa", row(1), row(2))
     before = files()
     with pytest.raises(ValueError, match="holds another job: line 2 of it answers what the input does not ask"):
@@ -285,7 +285,7 @@ def test_an_answer_that_is_not_asked_for_is_not_deleted():
     assert [x for x in files() if not x.endswith(".owner")] == before and written() == [row(1), row(2)]
 
 
-def test_a_torn_object_goes_on_and_a_damaged_one_is_refused():
+def test_torn_object_resumes_and_damaged_is_refused():
     """A store may make a part of an upload an object; none makes a line of what is no row."""
     put("0000.000000.aa", row(1), torn=b'{"line": 2, "tok')
     held = Parts(OUT, wanted(1, 2))
@@ -300,7 +300,7 @@ def test_a_torn_object_goes_on_and_a_damaged_one_is_refused():
         Parts(OUT, wanted(1, 2, 3))
 
 
-def test_many_objects_become_one(monkeypatch: pytest.MonkeyPatch):
+def test_small_objects_are_compacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_store_output, "MOST", 3)
     for lines in ((1, 2, 3), (4,), (5, 6)):
         held = Parts(OUT, wanted(*range(1, 7)))
@@ -315,7 +315,7 @@ def test_many_objects_become_one(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("how", ["gone", "failing"])
-def test_a_bucket_that_vanishes_stops_the_job_and_is_gone_on_with(store: Path, how: str):
+def test_vanished_bucket_stops_job_and_resumes(store: Path, how: str):
     claim(OUT, ABOUT, MADE)
     held = Parts(OUT, wanted(1, 2, 3))
     held.add([row(1)])
@@ -342,7 +342,7 @@ def test_a_bucket_that_vanishes_stops_the_job_and_is_gone_on_with(store: Path, h
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_an_upload_that_fails_once_loses_nothing(monkeypatch: pytest.MonkeyPatch, done: bool):
+def test_failed_upload_loses_no_row(monkeypatch: pytest.MonkeyPatch, done: bool):
     """Whether it was written and nobody was told, or it was not."""
     held, upload = Parts(OUT, wanted(1)), Store.put_object
 
@@ -358,7 +358,7 @@ def test_an_upload_that_fails_once_loses_nothing(monkeypatch: pytest.MonkeyPatch
     assert written() == [row(1)]
 
 
-def test_rows_of_a_folder_are_not_answered_anew_in_a_store_nor_the_other_way_round(tmp_path):
+def test_folder_and_store_rows_do_not_mix(tmp_path):
     claim(OUT, ABOUT, MADE)
     (OUT / "rows-00000-of-00001.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="its rows were written to a local folder"):

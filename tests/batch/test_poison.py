@@ -76,7 +76,7 @@ def never() -> bool:
     return False
 
 
-def test_the_package_does_panic():
+def test_tokenizer_library_panics():
     with pytest.raises(BaseException, match="Onig") as caught:
         core().encode(PANIC)
     assert not isinstance(caught.value, Exception)
@@ -108,7 +108,7 @@ POISON: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_lines_do_not_affect_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every kind of poison, each between two good rows, by the command."""
     lines: list[Any] = [{"id": "first"} | good(0)]
     for i, (line, _) in enumerate(POISON.values(), 1):
@@ -130,7 +130,7 @@ def test_whatever_a_line_is_the_other_rows_are_answered(tmp_path: Path, monkeypa
     assert again.exit_code == FAILED and written(task) == got
 
 
-def test_a_text_that_cannot_be_short_enough_is_not_encoded(monkeypatch: pytest.MonkeyPatch):
+def test_overlong_text_is_refused_before_encoding(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tokenizer, "within", lambda *_: pytest.fail("it was encoded"))
     long = "x" * 1537
     for row in ({"prompt": long}, {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": long}]}):
@@ -140,7 +140,7 @@ def test_a_text_that_cannot_be_short_enough_is_not_encoded(monkeypatch: pytest.M
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(["abc", "x", " ", "ab"]), max_size=60).map("".join))
-def test_no_text_that_would_fit_is_refused_for_its_characters(text: str):
+def test_character_limit_refuses_no_fitting_text(text: str):
     most = limits(PARAMS, methods.parse("full")).characters
     tokenizer, context = PARAMS.tokenizer, PARAMS.config.context
     assert tokenizer is not None and most == 3 * context
@@ -148,7 +148,7 @@ def test_no_text_that_would_fit_is_refused_for_its_characters(text: str):
 
 
 @pytest.mark.parametrize("cache", ["streaming(budget=48)", "full"])
-def test_new_tokens_have_a_limit_where_the_cache_has_none(tmp_path: Path, cache: str):
+def test_unlimited_cache_still_limits_new_tokens(tmp_path: Path, cache: str):
     config = methods.parse(cache)
 
     def error(new: int, *more: int) -> str:
@@ -214,7 +214,7 @@ def tokens(shapes: Any) -> int:
     st.booleans(),
     st.booleans(),
 )
-def test_every_row_that_can_run_alone_is_answered(
+def test_every_runnable_row_is_answered_once(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[tuple[int, int]],
     free: int,
@@ -263,7 +263,7 @@ def row(length: int, new: int) -> Request:
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_too_large_runs_in_smaller_batches(
+def test_out_of_memory_bucket_runs_in_smaller_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """The real batch: of four rows at once there is no room for two; nowhere is there room for long ones."""
@@ -289,7 +289,7 @@ def test_a_bucket_that_is_too_large_runs_in_smaller_batches(
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_row_whose_tokens_make_no_text_fails_alone(
+def test_undecodable_row_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
 ):
     """Where its text is looked at for a stop text, or at its end."""
@@ -312,7 +312,7 @@ def test_a_row_whose_tokens_make_no_text_fails_alone(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_who_ends_the_program_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]):
+def test_interrupt_and_exit_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]):
     def end(*_: Any) -> None:
         raise error
 
@@ -347,7 +347,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return go
 
 
-def test_a_repaired_line_costs_one_row(tmp_path: Path, pretended: Any):
+def test_repaired_line_reruns_one_row(tmp_path: Path, pretended: Any):
     """Whichever line it is, and wherever an empty line or a new row is put in: nothing else runs again."""
     lines = [{"id": i, "tokens": [i], "max_new_tokens": 2} for i in range(5)]
     for at in range(5):
@@ -365,7 +365,7 @@ def test_a_repaired_line_costs_one_row(tmp_path: Path, pretended: Any):
             run(job(here, [*lines[:-1], {"tokens": [9]}]), never, nothing)
 
 
-def test_an_answer_is_that_of_the_same_question_alone(tmp_path: Path, pretended: Any):
+def test_row_key_covers_request_and_settings(tmp_path: Path, pretended: Any):
     """Tokens, id, settings, and the seed where there are draws: whatever changes, the answer is another one's."""
     plain = {"id": "a", "tokens": [1, 2], "max_new_tokens": 2, "temperature": 0.5, "seed": 3}
     changes = {
@@ -385,7 +385,7 @@ def test_an_answer_is_that_of_the_same_question_alone(tmp_path: Path, pretended:
     assert pretended(job(tmp_path, [b"", dict(reversed(plain.items()))])) == (set(), 0)
 
 
-def test_the_code_says_whether_rows_are_left_or_failed(tmp_path: Path, pretended: Any):
+def test_exit_code_tells_stopped_from_failed(tmp_path: Path, pretended: Any):
     rows = [{"tokens": [i]} for i in range(9)]
     assert pretended(job(tmp_path, [*rows, b"{"]), lambda: True) == (set(), STOPPED)
     blocks = iter([False, True, True])
@@ -402,7 +402,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_another_jkv_and_other_weights_do_not_go_on(
+def test_other_version_or_weights_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: Any, name: str
 ):
     what, other, says = CHANGED[name]
@@ -415,7 +415,7 @@ def test_another_jkv_and_other_weights_do_not_go_on(
     assert written(task) == before
 
 
-def test_another_source_jax_or_machine_goes_on_with_a_note(
+def test_other_environment_resumes_with_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: Any, capsys: pytest.CaptureFixture[str]
 ):
     task = job(tmp_path, [{"tokens": [1]}])
@@ -432,7 +432,7 @@ def test_another_source_jax_or_machine_goes_on_with_a_note(
         )
 
 
-def test_the_version_is_that_of_the_distribution_whatever_its_name(monkeypatch: pytest.MonkeyPatch):
+def test_version_is_independent_of_distribution_name(monkeypatch: pytest.MonkeyPatch):
     packages = SimpleNamespace(packages_distributions=lambda: {"jkv": ["kv-x"]}, version={"kv-x": "3.1"}.__getitem__)
     monkeypatch.setattr(jobs, "metadata", packages)
     assert jobs.version.__wrapped__() == "3.1"

@@ -85,7 +85,7 @@ def whole(source: Path) -> dict[int, dict]:
     return rows(out)
 
 
-def test_two_processes_share_a_mesh(source: Path, whole: dict[int, dict], tmp_path: Path, monkeypatch: Any):
+def test_two_processes_share_mesh(source: Path, whole: dict[int, dict], tmp_path: Path, monkeypatch: Any):
     """Of two devices each; the first of them writes. One is taken away, so both stop, and two others go on."""
     short, out = tmp_path / "in.jsonl", tmp_path / "out"
     asked = [json.loads(x) for x in source.read_text().splitlines()[:8]]
@@ -102,7 +102,7 @@ def test_two_processes_share_a_mesh(source: Path, whole: dict[int, dict], tmp_pa
     assert [rows(out)[i + 1]["tokens"] for i in range(8)] == [whole[i + 1]["tokens"][:n] for i, n in enumerate(new)]
 
 
-def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):
+def test_two_processes_divide_rows(source: Path, whole: dict[int, dict]):
     shards = [(source.parent / "whole" / f"rows-0000{i}-of-00002.jsonl").read_text().splitlines() for i in range(2)]
     assert [{json.loads(x)["line"] % 2 for x in shard} for shard in shards] == [{1}, {0}]
     assert whole.keys() == set(range(1, ROWS + 1))
@@ -111,9 +111,7 @@ def test_two_processes_divide_the_rows(source: Path, whole: dict[int, dict]):
     assert report["tokens_new"] == sum(400 - 8 * i for i in range(ROWS))
 
 
-def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
-    source: Path, whole: dict[int, dict], tmp_path: Path
-):
+def test_kill_and_sigterm_keep_each_row_once(source: Path, whole: dict[int, dict], tmp_path: Path):
     out = tmp_path / "out"
     for count in (0, 1, 9):
         process = started(source, out)
@@ -142,7 +140,7 @@ def test_killed_at_any_time_and_taken_away_every_row_is_there_once(
     assert not list(out.glob("suspended-*"))
 
 
-def test_killed_while_rows_are_suspended(source: Path, whole: dict[int, dict], tmp_path: Path):
+def test_kill_during_suspend_keeps_each_row_once(source: Path, whole: dict[int, dict], tmp_path: Path):
     """The first record is there, and its row goes on; of the second there are bytes without a name."""
     out = tmp_path / "out"
     process = started(source, out, program="dying_job.py")
@@ -157,7 +155,7 @@ def test_killed_while_rows_are_suspended(source: Path, whole: dict[int, dict], t
     assert rows(out) == whole and not list(out.glob("suspended-*"))
 
 
-def test_a_signal_ends_a_process_that_does_not_listen():
+def test_sigterm_ends_unresponsive_process():
     code = (
         "import time\nfrom jkv.batch.preemption import stoppable\n"
         "with stoppable(0.3): print(1, flush=True); time.sleep(9)"
@@ -178,20 +176,20 @@ def eight() -> list[Any]:
     return [json.loads(x) for x in done.stdout.splitlines()]
 
 
-def test_a_mesh_gives_the_rows_of_one_device(eight: list[Any]):
+def test_mesh_rows_equal_single_device(eight: list[Any]):
     found = eight[1]
     assert all(found["same"]) and len(found["same"]) == 10 and found["shared"]
     assert set(found["codes"]) == {8} and found["states"] == [4]  # by rows and heads: a state has no slots
 
 
-def test_a_mesh_gives_what_recurs_the_tokens_of_one_device(eight: list[Any]):
+def test_mesh_recurrent_layers_equal_single_device(eight: list[Any]):
     """Of the delta rule, and of a layer that does both; a device has a quarter of a state and an eighth of codes."""
     for found in eight[2:4]:
         assert found["same"] and found["apart"] < 1e-4, found
         assert set(found["states"]) == {4} and set(found["codes"]) == {8}
 
 
-def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
+def test_context_parallel_tokens_equal_single_device(eight: list[Any]):
     """Of every kind of tier; and each has an eighth of the codes, by rows, heads and slots."""
     assert len(eight) == 5 + 6
     for found in eight[5:]:
@@ -199,25 +197,25 @@ def test_devices_that_divide_slots_give_the_tokens_of_one(eight: list[Any]):
         assert set(found["codes"]) == {8}, found["cache"]
 
 
-def test_devices_that_divide_slots_divide_the_tokens_of_a_prompt(eight: list[Any]):
+def test_context_parallel_prefill_divides_prompt(eight: list[Any]):
     """Half of the products are a device's, and what is kept is what one device keeps, of text that follows too."""
     four, half = eight[4]["products"]
     assert half < 0.55 * four and len(eight[4]["prompts"]) == 3
     assert all(x["same"] and x["apart"] < 1e-4 and x["extended"] < 1e-4 for x in eight[4]["prompts"])
 
 
-def test_a_cache_of_a_mesh_is_read_back_by_it_and_by_one_device(eight: list[Any]):
+def test_mesh_cache_loads_on_mesh_and_single_device(eight: list[Any]):
     assert all(len(x["read"]) == 2 and max(x["read"]) < 1e-4 for x in eight[4]["prompts"])
 
 
-def test_nothing_is_made_on_another_device_than_it_is_needed_on(eight: list[Any]):
+def test_step_has_no_collective_permute(eight: list[Any]):
     """Queries, keys and values of a head, and a gate and what it gates: the weights that make them lie together."""
     for found in eight[5:]:
         kinds = {kind for place, kind, *_ in found["sent"] if place == "step"}
         assert "all-reduce" in kinds and "collective-permute" not in kinds, found["cache"]
 
 
-def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
+def test_tier_codes_never_cross_devices(eight: list[Any]):
     """In no message of a step or a flush are codes or floats of four axes, of as many slots as a device has."""
     for found in eight[5:]:
         assert {x[0] for x in found["sent"]} >= {"step", "flush"}
@@ -227,7 +225,7 @@ def test_no_codes_of_a_tier_go_from_device_to_device(eight: list[Any]):
                 assert len(sizes) != 4 or max(map(int, sizes)) < found["slots"], (found["cache"], place, kind, shapes)
 
 
-def test_the_messages_of_a_program_are_found_where_they_are_and_counted(eight: list[Any]):
+def test_collectives_are_located_and_counted(eight: list[Any]):
     assert eight[0] == [
         ["step", "all-reduce", "f32[2,6]", 3, 3 * 48],
         ["flush", "all-gather", "f32[16,6]", 1, 384],

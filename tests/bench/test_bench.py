@@ -71,7 +71,7 @@ def refused(result, *says, code=1):
 # ---------------------------------------------------------------- arithmetic
 
 
-def test_trials_run_and_can_be_repeated(params):
+def test_trials_are_repeatable(params):
     ids, engine = np.ones((1, 8), np.int64), trials.Jkv(params)
     for trial in (engine.prefill(ids), engine.decode(ids, 4)):
         assert trial() > 0
@@ -93,7 +93,7 @@ def test_percentiles_by_hand():
     assert measure.percentiles([[1.0], [2.0], [30.0]])["ms"] == 2.0  # one slow trial moves no median
 
 
-def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
+def test_step_bytes_count_tied_weights_once_and_cache(params):
     tied = models.random(dict(models.TINY, tie_word_embeddings=True))
     assert measure.weight_bytes(params) == measure.weight_bytes(tied)
     assert measure.weight_bytes(tied) == tree_bytes((tied.embed, tied.layers, tied.norm))
@@ -107,14 +107,14 @@ def test_a_tied_model_reads_its_table_once_and_every_cached_token(params):
         ("snapkv(budget=48, window=16) | int8", 1, 48 - 17, H * (2 * (D + 4) + 4)),  # float16 scale and low
     ],
 )
-def test_bytes_of_a_step_by_hand(params, spec, sinks, slots, slot):
+def test_step_bytes_by_hand(params, spec, sinks, slots, slot):
     """Recent window of 16 + 16 tokens, then the tier; columns of scores and kept queries are not read by a step."""
     cache = trials.Jkv(params, spec, rows=3).empty(200, 20)
     recent = (sinks + 32) * (2 * H * D * 4 + 4)
     assert measure.cache_bytes(cache) == 3 * L * (recent + slots * slot)
 
 
-def test_a_selector_reads_its_index_and_its_picks(params):
+def test_selector_step_reads_index_and_picks(params):
     cache = trials.Jkv(params, "quest(pages=3, page=8, dense_layers=1)").empty(256, 20)
     token, slots = 2 * H * D * 4, cache.plan[0].tiers[0].capacity
     recent = sum(p.recent_size for p in cache.plan) * (token + 4)
@@ -124,7 +124,7 @@ def test_a_selector_reads_its_index_and_its_picks(params):
 
 
 @pytest.mark.slow
-def test_a_round_of_decoding_starts_before_a_flush(params):
+def test_decode_round_starts_before_flush(params):
     engine = trials.Jkv(params, "snapkv(budget=48, window=16)", 2, 200)
     ids = np.random.default_rng(0).integers(0, 100, (2, 100))
     state, program, seconds = engine.full_window(ids, 16)
@@ -139,7 +139,7 @@ def test_a_round_of_decoding_starts_before_a_flush(params):
 
 
 @pytest.mark.slow
-def test_a_cache_of_relative_positions_goes_beyond_the_context(params):
+def test_relative_position_cache_exceeds_model_context(params):
     spec = "streaming(budget=64)"
     assert trials.Jkv(params, spec, 1, 632).params.config.ropes[0].longest == 632
     assert trials.Jkv(params, "full", 1, 632).params.config == params.config
@@ -162,7 +162,7 @@ def test_rates_follow_from_times(params, monkeypatch):
     assert (row["block"], row["ms_per_token"]) == (16, 2 / 16)
 
 
-def test_the_rate_of_a_copy_counts_both_ways(monkeypatch):
+def test_copy_rate_counts_read_and_write(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))  # a second a copy
     monkeypatch.setattr(measure.jnp, "ones", lambda n: np.ones(1000, np.float32))
@@ -181,7 +181,7 @@ def test_the_rate_of_a_copy_counts_both_ways(monkeypatch):
         ("smollm2-135m", 134_515_008),
     ],
 )
-def test_shapes_have_the_published_numbers_of_parameters(name, parameters):
+def test_model_shapes_have_published_parameter_counts(name, parameters):
     c = models.read_config(model_shapes.SHAPES[name])
     sizes = model_shapes.weights.names(c, models.FAMILIES[c.family].TENSORS).values()
     assert sum(int(np.prod(s)) for s in sizes) == parameters
@@ -209,7 +209,7 @@ def test_random_weights_must_fit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_decode_writes_its_rows(tmp_path):
+def test_bench_decode_writes_rows(tmp_path):
     out = tmp_path / "new" / "d.json"
     args = ("--cache", "full", "--cache", "knorm(budget=32)", "--context", 40)
     result = call("bench", "decode", *TINY, *args, "--steps", 16, "--rounds", 2, "--batch", 2, "--json", out)
@@ -227,7 +227,7 @@ def test_decode_writes_its_rows(tmp_path):
     assert len(result.stderr.splitlines()) == 2  # a line a row
 
 
-def test_weights_in_codes(tmp_path):
+def test_bench_prefill_accepts_quantized_weights(tmp_path):
     rows = {}
     for weights in ((), ("--weights", "int8")):
         out = tmp_path / f"{len(weights)}.json"
@@ -242,7 +242,7 @@ def test_weights_in_codes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["prefill", "flush"])
-def test_prefill_and_flush(what, tmp_path):
+def test_bench_prefill_and_flush_write_rows(what, tmp_path):
     result = call(
         "bench", what, *TINY, "--context", 40, "--cache", "int8", "--rounds", 2, "--json", tmp_path / "x.json"
     )
@@ -252,7 +252,7 @@ def test_prefill_and_flush(what, tmp_path):
 
 
 @pytest.mark.slow
-def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
+def test_bench_drafts_compares_with_plain_decoding(tmp_path, monkeypatch):
     params = models.random(dict(models.TINY, vocab_size=256, max_position_embeddings=2048))
     params = dataclasses.replace(params, tokenizer=commands.tokenizer())
     monkeypatch.setattr("jkv.io.load.load", lambda *_: params)
@@ -274,7 +274,7 @@ def test_drafts_are_timed_beside_plain_decoding(tmp_path, monkeypatch):
     refused(call("bench", "drafts", "--drafter", "sufix"), "did you mean 'suffix'")
 
 
-def test_sampling_writes_a_row_for_each_way(tmp_path):
+def test_bench_sampling_writes_row_per_setting(tmp_path):
     sizes = ("--vocab", 11, "--batch", 1, "--batch", 3, "--rounds", 1)
     result = call("bench", "sampling", *sizes, "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output
@@ -284,7 +284,7 @@ def test_sampling_writes_a_row_for_each_way(tmp_path):
 
 
 @pytest.mark.slow
-def test_growth_draws_and_writes(tmp_path):
+def test_bench_growth_plots_and_writes_rows(tmp_path):
     pytest.importorskip("matplotlib")
     args = ("--marks", "160,200", "--over", 16, "--cache", "streaming(budget=64)", "--cache", "full")
     files = ("--json", tmp_path / "g.json", "--plot", tmp_path / "g.png")
@@ -315,12 +315,12 @@ def test_growth_times_no_token_twice(params):
             long_context.check(["full"], marks, over, model)
 
 
-def test_growth_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
+def test_growth_without_matplotlib_is_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     refused(call("bench", "growth", *TINY, "--plot", tmp_path / "g.png"), "pip install -e '.[plot]'")
 
 
-def test_threads_confine_the_process(monkeypatch):
+def test_threads_option_sets_cpu_affinity(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
     taken = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(cores))
@@ -365,11 +365,11 @@ KERNEL = ("bench", "kernel", "--shape", "tiny")
         (("bench", "growth", *TINY, "--tokens", 600, "--cache", "full"), "600 tokens after 16 of prompt"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(args, says):
+def test_invalid_arguments_are_refused_in_one_line(args, says):
     refused(call(*args), says)
 
 
-def test_options_that_cannot_be_read():
+def test_usage_errors_exit_with_2():
     refused(call(*DECODE, "--steps", 0), "(see jkv bench decode --help)", code=2)
     refused(call("bench", "flush", "--steps", 4), "No such option", code=2)  # it would do nothing
     assert call("bench").stdout == call("bench", "--help").stdout != ""
@@ -379,7 +379,7 @@ def test_options_that_cannot_be_read():
 
 
 @pytest.mark.slow
-def test_a_kernel_is_beside_dense_attention(tmp_path):
+def test_bench_kernel_compares_with_dense_attention(tmp_path):
     args = ("--cache", "int8", "--cache", "kivi(bits=2)", "--context", 96, "--batch", 2, "--rounds", 2)
     result = call(*KERNEL, *args, "--json", tmp_path / "k.json")
     assert result.exit_code == 0, result.output
@@ -400,7 +400,7 @@ def test_a_kernel_is_beside_dense_attention(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
+def test_wrong_kernel_result_is_not_timed(monkeypatch, tmp_path):
     right = kernel.attend_tier
     args = ("--cache", "int8", "--context", 96, "--json", tmp_path / "k.json")
     for factor in (1.1, float("nan")):
@@ -414,7 +414,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch, tmp_path):
     assert not (tmp_path / "k.json").exists()
 
 
-def test_each_attention_of_a_trial_waits_for_the_one_before(monkeypatch):
+def test_repeated_kernel_calls_are_sequential(monkeypatch):
     """The result is added to the queries, so that no compiler can do them all at once."""
     monkeypatch.setattr(kernel, "REPEATS", 3)
     done = []
@@ -430,7 +430,7 @@ def test_each_attention_of_a_trial_waits_for_the_one_before(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["cudnn", "sdpa"])
-def test_what_runs_on_a_gpu_gets_the_tokens_in_its_own_layout(monkeypatch, way):
+def test_gpu_attention_peers_match_reference(monkeypatch, way):
     """On a CPU, with what only a GPU has taken away."""
     model = models.read_config(models.TINY)
     p = kernel.problem("int8", model, 2, 96, "float32")
@@ -444,7 +444,7 @@ def test_what_runs_on_a_gpu_gets_the_tokens_in_its_own_layout(monkeypatch, way):
     assert case.nbytes == 2 * 2 * H * 96 * D * 2
 
 
-def test_torch_must_be_there_for_sdpa(monkeypatch):
+def test_sdpa_requires_torch(monkeypatch):
     monkeypatch.setattr(kernel.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(kernel, "find_spec", lambda name: None)
     kernel.check("decode_attention", [], ["cudnn"])
@@ -455,7 +455,7 @@ def test_torch_must_be_there_for_sdpa(monkeypatch):
 # ---------------------------------------------------------------- files
 
 
-def test_a_wrong_cache_or_path_is_refused_first(tmp_path, monkeypatch):
+def test_invalid_cache_or_path_is_refused_before_loading(tmp_path, monkeypatch):
     monkeypatch.setattr(model_shapes, "subject", lambda *a: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     refused(call(*DECODE, *TINY, "--cache", "zzz"), "see `jkv methods`")
@@ -465,7 +465,7 @@ def test_a_wrong_cache_or_path_is_refused_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, fails):
+def test_full_disk_keeps_old_file(tmp_path, monkeypatch, fails):
     def full(*args):
         raise OSError(28, "No space left on device", "a temporary name")
 
@@ -480,7 +480,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, fails):
     assert out.read_text() == old and list(tmp_path.iterdir()) == [out]
 
 
-def test_rows_are_in_the_file_and_the_table_when_a_run_is_stopped(tmp_path, monkeypatch):
+def test_interrupted_run_keeps_rows_in_file_and_table(tmp_path, monkeypatch):
     real, out = speed.rows, tmp_path / "x.json"
 
     def stopped(*args, **more):
@@ -508,7 +508,7 @@ def row(cache, task, share, **found):
     return {"cache": cache, "task": task, "bytes": int(1000 * share), "bytes_full": 1000, "kept": share, **found}
 
 
-def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path, monkeypatch):
+def test_recommend_takes_best_fitting_cache(tmp_path, monkeypatch):
     ruler = [
         row("full", "ruler/vt", 1.0, score=1.0, samples=8),
         row("int8", "ruler/vt", 0.5, score=0.9, samples=8),
@@ -538,7 +538,7 @@ def test_recommend_takes_the_best_that_fits_and_says_why(tmp_path, monkeypatch):
         assert "ruler at 1,024" in line and "score 0.9" in line and "1.json: 8 samples" in line
 
 
-def test_caches_are_compared_by_the_tasks_that_both_did(tmp_path):
+def test_caches_are_compared_on_shared_tasks(tmp_path):
     rows = [row("a", t, 0.5, score=0.5, samples=1) for t in ("ruler/vt", "ruler/cwe")]
     rows.append(row("b", "ruler/vt", 0.4, score=0.9, samples=1))
     held = {"a": 5, "b": 4}.__getitem__
@@ -546,7 +546,7 @@ def test_caches_are_compared_by_the_tasks_that_both_did(tmp_path):
     assert [(c.point.cache, len(c.point.tasks)) for c in found] == [("b", 1), ("a", 2)]
 
 
-def test_no_evidence_is_said(tmp_path, monkeypatch):
+def test_recommend_without_evidence_is_refused(tmp_path, monkeypatch):
     path = rows_file(tmp_path, "1.json", [row("int8", "ppl/x", 0.5, ppl=9.0, samples=2)])
     monkeypatch.setattr(model_shapes, "config_of", lambda model: SHAPES["smollm2-135m"])
     args = ("recommend", "--model", "tiny", "--context", 400)
@@ -613,7 +613,7 @@ def test_size_says_what_fits_without_compiling(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_another_cache_takes_turns(what, tmp_path, monkeypatch):
+def test_peer_cache_takes_turns(what, tmp_path, monkeypatch):
     out, seen = tmp_path / "x.json", []
     monkeypatch.setattr(
         speed, "turns", lambda trials, rounds: seen.append(len(trials)) or [[[3.0] * 4] * rounds, [[2.0] * 4] * rounds]
@@ -627,7 +627,7 @@ def test_another_cache_takes_turns(what, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_other_cache_runs_what_is_asked():
+def test_peer_cache_runs_decode_and_prefill():
     ids = np.random.default_rng(0).integers(0, 100, (2, 40))
     peer = speed.Beside(models.random(models.TINY), "streaming(budget=32)")
     assert len(peer.trial("decode", ids, 4)()) == 4 and len(peer.trial("prefill", ids, 0)()) == 1

@@ -42,7 +42,7 @@ def saved(folder) -> list[dict]:
     return json.loads((folder / hardware.FILE).read_text())["rows"]
 
 
-def test_a_part_that_fails_is_a_row_and_the_next_one_begins(parts, monkeypatch, tmp_path):
+def test_failing_part_is_recorded_and_next_begins(parts, monkeypatch, tmp_path):
     def broken(size, dtype):
         yield ROWS["checks"]
         raise RuntimeError("no <room>")
@@ -58,7 +58,7 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_begins(parts, monkeypatch, 
     assert "no &lt;room&gt;" in (tmp_path / hardware.PAGE).read_text()
 
 
-def test_what_was_measured_stays_where_a_run_is_killed(parts, monkeypatch, tmp_path):
+def test_killed_run_keeps_measured_rows(parts, monkeypatch, tmp_path):
     def killed(size, dtype):
         yield ROWS["memory"]
         raise KeyboardInterrupt
@@ -70,7 +70,7 @@ def test_what_was_measured_stays_where_a_run_is_killed(parts, monkeypatch, tmp_p
     assert "2.00" in (tmp_path / hardware.PAGE).read_text()
 
 
-def test_a_full_disk_keeps_the_rows_before_and_the_next_row_writes_all(parts, monkeypatch, tmp_path):
+def test_full_disk_keeps_earlier_rows(parts, monkeypatch, tmp_path):
     real, found = hardware.write, record(tmp_path)
 
     def full(path, about, rows):
@@ -85,12 +85,12 @@ def test_a_full_disk_keeps_the_rows_before_and_the_next_row_writes_all(parts, mo
     assert len(saved(tmp_path)) == 3 and not found.problem
 
 
-def test_no_row_is_begun_after_the_time(parts, tmp_path):
+def test_time_limit_stops_new_rows(parts, tmp_path):
     said = run(record(tmp_path), minutes=0)
     assert said == [f"{part}: no further row was begun: 0 minutes were over" for part in hardware.PARTS]
 
 
-def test_wrong_kernels_end_the_command_with_1(parts, monkeypatch, tmp_path):
+def test_wrong_kernels_exit_with_1(parts, monkeypatch, tmp_path):
     def call(*rows) -> int:
         monkeypatch.setattr(hardware, "checks", lambda size, dtype: iter(rows))
         return RUNNER.invoke(app, ["bench", "hardware", "--out", str(tmp_path / "new")]).exit_code
@@ -103,7 +103,7 @@ def test_wrong_kernels_end_the_command_with_1(parts, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_small_size_of_a_cpu(tmp_path):
+def test_small_cpu_run_measures_every_part(tmp_path):
     done = RUNNER.invoke(app, ["bench", "hardware", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     rows = saved(tmp_path)

@@ -13,7 +13,7 @@ from jkv.bench import serve
 from jkv.bench.serve import Answer, load, resident, row
 
 
-def test_rates_are_by_the_time_that_passed(monkeypatch: pytest.MonkeyPatch):
+def test_rates_use_elapsed_time(monkeypatch: pytest.MonkeyPatch):
     answers = [Answer([0.1, 0.3], 5), Answer([0.2, 0.8], 8, first=4), Answer(wrong="no end")]
     got = row(answers, [1.0, 2.0], 4.0)
     assert (got["answers"], got["lost"], got["tokens_per_s"], got["mib"]) == (2, 1, 3.25, [1, 2])
@@ -30,7 +30,7 @@ def test_rates_are_by_the_time_that_passed(monkeypatch: pytest.MonkeyPatch):
         child.communicate()
 
 
-def test_a_server_that_dies_leaves_its_answers(monkeypatch: pytest.MonkeyPatch):
+def test_dead_server_keeps_answers(monkeypatch: pytest.MonkeyPatch):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     turn, asked = threading.Lock(), []
 

@@ -58,7 +58,7 @@ def peer(monkeypatch):
     return llama.LlamaCpp(Path("x.gguf"), 2)
 
 
-def test_each_token_has_its_time_and_a_prompt_stays(peer):
+def test_llama_cpp_times_each_token_and_reuses_prompt(peer):
     assert [peer.follow(cache, 9) for cache in ("full", "int8", "int4")] == ["F16", "Q8_0", "Q4_0"]
     trial = peer.trial("decode", np.arange(9)[None], 4)
     assert trial() == trial() == [30.0, 60.0, 60.0, 90.0]
@@ -70,7 +70,7 @@ def test_each_token_has_its_time_and_a_prompt_stays(peer):
     assert not Server.asked[-1]["cache_prompt"]
 
 
-def test_another_model_an_error_and_several_rows_are_told(peer, monkeypatch):
+def test_llama_cpp_errors_are_raised(peer, monkeypatch):
     engine = Jkv(PARAMS)
     monkeypatch.setattr(Server, "logprobs", {3: -90.0})
     with pytest.raises(ValueError, match="do not run the same model: log-probabilities differ by 8"):
@@ -93,18 +93,18 @@ def test_another_model_an_error_and_several_rows_are_told(peer, monkeypatch):
         (("--cache", "snapkv(keep=0.25)"), "it has no snapkv(keep=0.25); both have full, int8, int4"),
     ],
 )
-def test_what_llama_cpp_cannot_have_is_refused_first(peer, monkeypatch, args, word):
+def test_unsupported_llama_cpp_arguments_are_refused(peer, monkeypatch, args, word):
     monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     refused(call(*args, "--context", 40, "--vs", "llama.cpp"), word)
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch):
+def test_missing_llama_cpp_names_extra(monkeypatch):
     monkeypatch.setattr(requirements, "find_spec", lambda name: None)
     refused(call("--vs", "llama.cpp"), "beside llama.cpp: xllamacpp is missing", "[llama]")
 
 
 @pytest.mark.peers
-def test_llama_cpp_takes_turns_with_the_same_file(tmp_path):
+def test_llama_cpp_takes_turns_with_same_file(tmp_path):
     pytest.importorskip("xllamacpp")
     out, caches = tmp_path / "x.json", ("--cache", "full", "--cache", "int8")
     args = ("--context", 40, *caches, "--steps", 4, "--rounds", 1, "--threads", 1, "--json", out)

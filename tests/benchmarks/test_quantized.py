@@ -29,7 +29,7 @@ def ids():
     return np.random.default_rng(0).integers(0, 100, (2, 48)).astype(np.int32)
 
 
-def test_bits_are_those_of_the_tensors(peer, params, ids):
+def test_bits_match_tensor_sizes(peer, params, ids):
     c, found = params.config, {}
     for peer.held in CODES:
         found[peer.held.name] = peer.followed(ids[:1], 40)[1]
@@ -39,7 +39,7 @@ def test_bits_are_those_of_the_tensors(peer, params, ids):
     assert quantized.tensor_bytes(parts) == 3 + 8
 
 
-def test_both_libraries_follow_the_same_tokens(peer, params, ids):
+def test_both_libraries_follow_same_tokens(peer, params, ids):
     mine = quantized.ours(params, ids, 40, ("full", "int8", "turboquant(bits=2)"))
     other = quantized.theirs(peer, ids, 40, CODES)
     assert mine[0]["kl"] == other[0]["kl"] == 0 and mine[0]["bits"] == other[0]["bits"] == [32, 32]
@@ -48,13 +48,13 @@ def test_both_libraries_follow_the_same_tokens(peer, params, ids):
     assert all(len(row["kl_by_text"]) == len(ids) for row in mine + other)
 
 
-def test_all_take_turns(peer, params, ids):
+def test_quantized_caches_take_turns(peer, params, ids):
     times = quantized.timed((params, peer), ids[:1], 3, 2, ("full", "int8"), CODES)
     assert list(times) == [("jkv", "full"), ("jkv", "int8"), ("transformers", "full"), ("transformers", "fp8")]
     assert all(0 < t["ms_best"] <= t["ms"] for t in times.values())
 
 
-def test_tokens_that_the_peer_would_encode_anew_are_refused(capsys, tmp_path):
+def test_too_many_new_tokens_are_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         quantized.main(["--new", "128", "--out", str(tmp_path / "x.json")])
     assert "give fewer" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def same(own: jkv.Result, far: jkv.Result) -> None:
         ("full(block=8, recent=0)", "host='auto', device_bytes=12000"),
     ],
 )
-def test_codes_on_disk_give_the_cache_and_tokens_of_codes_on_the_device(text: str, more: str, tmp_path):
+def test_disk_codes_equal_device_codes(text: str, more: str, tmp_path):
     far = ran(f"{text[:-1]}{'' if text[-2] == '(' else ', '}{more}, disk={str(tmp_path)!r})")
     if text.startswith("full"):  # which has units where it is taken off the device
         assert far.tokens == ran("full").tokens and far.receipt.bytes_disk > 0
@@ -77,7 +77,7 @@ def test_codes_on_disk_give_the_cache_and_tokens_of_codes_on_the_device(text: st
     assert ("hot" in more) == (sum(pages_asked(far.cache)) > 0)
 
 
-def test_a_cache_on_disk_is_a_value_that_another_one_does_not_change(tmp_path):
+def test_disk_cache_branches_are_independent(tmp_path):
     """Two continuations of one cache, each with flushes that write, in turns, and each as if it were alone."""
     cache, logits = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, reserve=40)
     assert disk_bytes(cache.layers) > host_bytes(cache.layers) == 0
@@ -98,7 +98,7 @@ def test_a_cache_on_disk_is_a_value_that_another_one_does_not_change(tmp_path):
     np.testing.assert_array_equal(np.stack(alone), np.stack(one + two))
 
 
-def test_a_saved_cache_goes_on_in_another_process_where_the_first_one_stopped(tmp_path):
+def test_saved_disk_cache_resumes_in_another_process(tmp_path):
     disk = tmp_path / "disk"
     text = f"int4 | {QUEST}, host='all', disk={str(disk)!r})"
     first = ran(text)
@@ -110,7 +110,7 @@ def test_a_saved_cache_goes_on_in_another_process_where_the_first_one_stopped(tm
     assert jkv.generate(ONE, again, [[5], [6]], max_new_tokens=8, stop_ids=()).tokens == want
 
 
-def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
+def test_lost_disk_pages_raise(tmp_path):
     cache, _ = jkv.prefill(ONE, f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})", ROWS, reserve=40)
     file = disk_pages.records(str(tmp_path)).file.fileno()
     os.pwrite(file, os.urandom(os.fstat(file).st_size), 0)
@@ -118,7 +118,7 @@ def test_what_was_lost_on_disk_is_an_error_and_no_answer(tmp_path):
         jkv.generate(ONE, cache, [[5], [6]], max_new_tokens=8, stop_ids=())
 
 
-def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path, monkeypatch):
+def test_disk_errors_of_batch_programs_are_raised(tmp_path, monkeypatch):
     """As in a batch: what failed before, and elsewhere, is not told in its place."""
     config = methods.parse(f"full(block=8, recent=0, host='all', disk={str(tmp_path)!r})")
     cache = CacheShape(config, ONE.config, 1, 64, 8, jnp.float32).empty()
@@ -129,7 +129,7 @@ def test_a_program_that_no_generation_runs_tells_what_the_disk_said_too(tmp_path
 
 
 @pytest.mark.slow
-def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the_device_from_disk(tmp_path):
+def test_disk_cache_of_eight_device_sizes_is_exact(tmp_path):
     rows = [np.random.default_rng(1).integers(0, ONE.config.vocab, 440).tolist()]
     most = CacheShape(methods.parse("full"), ONE.config, 1, 504, 64, jnp.float32).shapes().nbytes // 8
     far = f"full(recent=0, block=8, host='auto', disk={str(tmp_path)!r}, device_bytes={most})"
@@ -139,7 +139,7 @@ def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the
     assert far.receipt.bytes_disk >= far.receipt.bytes_moved > 0 == far.receipt.bytes_host
 
 
-def test_a_folder_without_codes_and_a_path_that_is_a_file_are_refused(tmp_path):
+def test_invalid_disk_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="codes that host= takes off the device"):
         check(methods.parse("full(disk='somewhere')"), ONE.config)
     (tmp_path / "file").touch()

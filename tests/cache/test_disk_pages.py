@@ -16,7 +16,7 @@ from jkv.cache import disk_pages as host
 from jkv.cache.disk_pages import ALIGN, BLOCK, Records
 
 
-def test_records_are_read_by_number_in_any_order_and_runs(tmp_path):
+def test_records_are_read_in_any_order(tmp_path):
     """Beside a dict that a person keeps by hand; several in a row, backwards, twice, none, and two sizes."""
     rng, records, held = np.random.default_rng(0), Records(tmp_path), []
     for n, blocks in ((5, 1), (3, 2), (1, 1), (4, 2)):
@@ -36,7 +36,7 @@ def test_records_are_read_by_number_in_any_order_and_runs(tmp_path):
     assert records.written == sum(x.nbytes for *_, x in held)
 
 
-def test_the_oldest_records_give_way_and_who_asks_for_them_is_told(tmp_path):
+def test_read_of_overwritten_records_raises(tmp_path):
     records = Records(tmp_path, most=4 * ALIGN)
     kept = [records.append(np.full((2, BLOCK), i, np.uint8)) for i in range(6)]
     for i, (numbers, sums) in enumerate(kept):
@@ -50,7 +50,7 @@ def test_the_oldest_records_give_way_and_who_asks_for_them_is_told(tmp_path):
         records.append(np.zeros((9, BLOCK), np.uint8))
 
 
-def test_a_damaged_record_and_a_shortened_file_are_told(tmp_path):
+def test_damaged_and_truncated_records_raise(tmp_path):
     records = Records(tmp_path)
     numbers, sums = records.append(np.arange(2 * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(2, BLOCK))
     os.pwrite(records.file.fileno(), b"x", BLOCK + 7)
@@ -62,7 +62,7 @@ def test_a_damaged_record_and_a_shortened_file_are_told(tmp_path):
         records.read(numbers[:1], sums[:1], BLOCK)
 
 
-def test_a_full_disk_is_an_error_with_the_way_out_and_what_was_written_stays(tmp_path, monkeypatch):
+def test_full_disk_raises_and_keeps_records(tmp_path, monkeypatch):
     records = Records(tmp_path)
     numbers, sums = records.append(np.full((1, BLOCK), 3, np.uint8))
     write = os.pwrite
@@ -81,7 +81,7 @@ def test_a_full_disk_is_an_error_with_the_way_out_and_what_was_written_stays(tmp
     assert (records.read(*again, BLOCK) == 5).all() and (records.read(numbers, sums, BLOCK) == 3).all()
 
 
-def test_the_folder_shows_no_file_and_one_that_is_a_file_is_refused(tmp_path):
+def test_record_file_is_unnamed_and_needs_folder(tmp_path):
     Records(tmp_path / "new").append(np.zeros((1, BLOCK), np.uint8))
     assert not list((tmp_path / "new").iterdir())
     (tmp_path / "file").touch()
@@ -89,7 +89,7 @@ def test_the_folder_shows_no_file_and_one_that_is_a_file_is_refused(tmp_path):
         Records(tmp_path / "file")
 
 
-def test_a_system_that_reads_less_at_once_is_asked_again(tmp_path, monkeypatch):
+def test_short_reads_are_continued(tmp_path, monkeypatch):
     records, read = Records(tmp_path), os.preadv
     new = np.random.default_rng(0).integers(0, 256, (9, BLOCK), np.uint8)
     numbers, sums = records.append(new)
@@ -97,11 +97,11 @@ def test_a_system_that_reads_less_at_once_is_asked_again(tmp_path, monkeypatch):
     np.testing.assert_array_equal(records.read(numbers, sums, BLOCK), new)
 
 
-def test_a_file_has_no_more_records_than_numbers(tmp_path):
+def test_record_numbers_fit_int32(tmp_path):
     assert (Records(tmp_path, most=1 << 50).most - 1) // BLOCK == np.iinfo(np.int32).max
 
 
-def test_threads_that_ask_at_once_have_one_file(tmp_path, monkeypatch):
+def test_threads_share_one_record_file(tmp_path, monkeypatch):
     begin, found = Records.__init__, []
 
     def slowly(self: Records, *args: object) -> None:
@@ -117,7 +117,7 @@ def test_threads_that_ask_at_once_have_one_file(tmp_path, monkeypatch):
     assert len(found) == 4 and len(set(map(id, found))) == 1
 
 
-def test_an_error_that_is_told_holds_nothing_of_whoever_was_told():
+def test_raised_page_errors_hold_no_references():
     """Its frames hold caches; and other threads may fail meanwhile."""
 
     class Large:

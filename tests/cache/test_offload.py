@@ -75,7 +75,7 @@ LEARNS = pytest.param("lrqk(tokens=16, page=8, rank=4)", marks=pytest.mark.slow)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [LEARNS, "icecache(pages=3, page=8, sinks=8)"])
-def test_what_flushes_teach_or_arrange_is_picked_on_the_host_as_on_the_device(text: str):
+def test_learned_and_arranged_pages_equal_on_host(text: str):
     (logits, _), (found, far) = ran(text), ran(f"{text[:-1]}, host='all', hot=3)")
     np.testing.assert_array_equal(found, logits)
     assert sum(pages_asked(far)) > 0
@@ -83,7 +83,7 @@ def test_what_flushes_teach_or_arrange_is_picked_on_the_host_as_on_the_device(te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["values", "all"])
-def test_codes_on_the_host_give_the_logits_of_codes_on_the_device_bit_for_bit(host: str):
+def test_host_codes_equal_device_codes(host: str):
     same(f"int4 | {QUEST})", host)
 
 
@@ -100,13 +100,13 @@ def test_codes_on_the_host_give_the_logits_of_codes_on_the_device_bit_for_bit(ho
         "alisa(tokens=16, page=8, window=8, recent=16)",
     ],
 )
-def test_so_do_other_codecs_and_selectors_and_tiers_that_are_read_tile_by_tile(text: str):
+def test_host_codes_of_other_methods_equal_device_codes(text: str):
     same(text, "all")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["lru", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fifo", "uses"))])
-def test_pages_that_stay_on_the_device_change_nothing_and_are_counted(rank: str):
+def test_resident_pages_keep_logits_and_are_counted(rank: str):
     far = same(f"int4 | {QUEST})", "all", f", hot=5, hot_by={rank!r}")
     hits, misses = pages_asked(far)
     assert hits > misses > 0 and hits + misses == 2 * NEW * 3 * MODEL.heads * len(ROWS)  # of keys, and of values
@@ -114,7 +114,7 @@ def test_pages_that_stay_on_the_device_change_nothing_and_are_counted(rank: str)
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_the_page_of_least_worth_gives_way(rank: str):
+def test_resident_page_of_lowest_rank_is_evicted(rank: str):
     """As a list of pages does that a person keeps by hand; what is read are the pages that were asked for."""
     rng, (b, h, slots, pages) = np.random.default_rng(0), (2, 2, 5, 12)
     host = jnp.asarray(rng.integers(0, 256, (b * h, pages, 4)), jnp.uint8)
@@ -149,7 +149,7 @@ def test_the_page_of_least_worth_gives_way(rank: str):
     assert (int(hot.hits.sum()), int(hot.misses.sum())) == (hits, misses)
 
 
-def test_no_step_and_no_flush_holds_the_tier_in_the_memory_of_the_device():
+def test_step_and_flush_never_hold_tier_on_device():
     """What a program makes beside its arguments is the index, turned for a product, and what it reads."""
     cache = empty("full | quest(pages=3, page=16, dense_layers=0, host='all')", 2048)
     state = decode_loop.Decoding.start(cache, jnp.zeros((len(ROWS), MODEL.vocab)), NEW)
@@ -163,7 +163,7 @@ def test_no_step_and_no_flush_holds_the_tier_in_the_memory_of_the_device():
         assert Compiled(program, free=False).made < host_bytes(cache) / 8
 
 
-def test_a_page_that_is_dropped_is_written_nowhere_and_read_nowhere():
+def test_dropped_page_is_neither_written_nor_read():
     rng, (b, h, units, unit) = np.random.default_rng(0), (2, 3, 5, 4)
     slots = (rng.integers(0, 256, (b, h, units * unit, 6)), rng.standard_normal((b, h, units * unit, 3)))
     grains = rng.standard_normal((b, h, units * unit // 2, 7))
@@ -194,7 +194,7 @@ def test_a_page_that_is_dropped_is_written_nowhere_and_read_nowhere():
         assert not all_of[1, :, left * n : (left + 1) * n].any()
 
 
-def test_what_cannot_lie_there_is_refused_with_its_cause():
+def test_unsupported_host_caches_are_refused():
     def refused(text: str, why: str, model: Any = MODEL) -> None:
         with pytest.raises(ValueError, match=why):
             check(methods.parse(text), model)
@@ -211,7 +211,7 @@ def test_what_cannot_lie_there_is_refused_with_its_cause():
     refused("xkv(layers=1, host='all')", "host do not go with")
 
 
-def test_a_backend_without_memory_of_the_host_says_so_or_uses_the_device_as_asked(monkeypatch):
+def test_missing_host_memory_is_refused_unless_device_fits(monkeypatch):
     monkeypatch.setattr("jkv.methods.compatibility.reachable", lambda: False)
     monkeypatch.setattr("jkv.prompts.allocation.reachable", lambda: False)
     with pytest.raises(ValueError, match="no memory of the host"):
@@ -222,7 +222,7 @@ def test_a_backend_without_memory_of_the_host_says_so_or_uses_the_device_as_aske
         empty("full(host='auto', device_bytes=1000)")
 
 
-def test_a_cache_takes_of_the_device_what_it_may_and_the_host_has_the_rest():
+def test_device_bytes_limit_moves_rest_to_host():
     def on_device(text: str) -> int:
         cache = empty(text)
         return device_bytes((cache.layers, cache.states))
@@ -240,7 +240,7 @@ def test_a_cache_takes_of_the_device_what_it_may_and_the_host_has_the_rest():
         empty(f"snapkv(budget=48, device_bytes={most // 100})")
 
 
-def test_rows_are_picked_put_and_saved_as_those_of_the_device_are(tmp_path):
+def test_pick_put_and_save_keep_host_pages(tmp_path):
     (_, own), (_, far) = ran(f"int4 | {QUEST})"), ran(f"int4 | {QUEST}, host='all')")
     jkv.save_cache(far, tmp_path / "cache", ONE)
     again = jkv.load_cache(tmp_path / "cache", ONE)
@@ -256,7 +256,7 @@ def test_rows_are_picked_put_and_saved_as_those_of_the_device_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exact_cache_of_eight_times_the_device_gives_the_tokens_of_one_on_the_device():
+def test_host_cache_of_eight_device_sizes_is_exact():
     rows = [np.random.default_rng(1).integers(0, MODEL.vocab, 440).tolist()]
     most = CacheShape(methods.parse("full"), MODEL, 1, 504, 64, jnp.float32).shapes().nbytes // 8
     own, far = (

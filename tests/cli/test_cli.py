@@ -36,7 +36,7 @@ def generate(*args, cache=CACHE, new=4, stdin=None):
 
 
 @pytest.mark.slow
-def test_text_goes_to_stdout_and_the_receipt_to_stderr(tiny):
+def test_text_goes_to_stdout_and_receipt_to_stderr(tiny):
     result = generate(TEXT)
     assert result.exit_code == 0, result.output
     expected = jkv.generate(PARAMS, CACHE, [{"role": "user", "content": TEXT}], max_new_tokens=4)
@@ -45,7 +45,7 @@ def test_text_goes_to_stdout_and_the_receipt_to_stderr(tiny):
     assert "error" not in result.stderr
 
 
-def test_json_is_one_document(tiny):
+def test_generate_json_is_one_document(tiny):
     result = generate(TEXT, "--json", "--compare", "--no-chat")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
@@ -55,7 +55,7 @@ def test_json_is_one_document(tiny):
     assert told["report"]["kl"] > 0 and told["report"]["ratio"] > 1
 
 
-def test_options_reach_the_runtime(tiny, monkeypatch):
+def test_options_reach_runtime(tiny, monkeypatch):
     seen = {}
 
     def stream(params, cache, prompt, **options):
@@ -74,7 +74,7 @@ def test_options_reach_the_runtime(tiny, monkeypatch):
     )  # fmt: skip
 
 
-def test_a_template_is_told_what_is_given(tiny, monkeypatch):
+def test_chat_template_kwargs_reach_template(tiny, monkeypatch):
     own = replace(PARAMS, tokenizer=tokenizer("{{ messages[0].content }}{{ enable_thinking }}"))
     monkeypatch.setattr(loading, "load", lambda *_: own)
     said = []
@@ -93,7 +93,7 @@ def test_a_template_is_told_what_is_given(tiny, monkeypatch):
     refused(generate("hi", "--chat-template-kwargs", '{"a": 1}'), "has no chat template")
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     """In whatever file of text a user gives."""
     row = dict.fromkeys(kvpress_dataset.TEXTS, "a") | {"answer": ["b"], "max_new_tokens": 3, "task": "qa_1"}
     for name, text, read in (
@@ -111,7 +111,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         assert read(path) == want, name
 
 
-def test_several_answers_are_printed_one_after_the_other(tiny):
+def test_several_answers_are_printed_in_order(tiny):
     result = generate(TEXT, "-n", 2, "--temperature", 1, "--seed", 3)
     assert result.exit_code == 0, result.output
     asked = [{"role": "user", "content": TEXT}]
@@ -119,7 +119,7 @@ def test_several_answers_are_printed_one_after_the_other(tiny):
     assert result.stdout == f"[0] {first}\n\n[1] {second}\n" and "x smaller" in result.stderr
 
 
-def test_a_prompt_from_a_file_and_from_stdin(tiny, tmp_path):
+def test_prompt_is_read_from_file_or_stdin(tiny, tmp_path):
     (tmp_path / "p.txt").write_text(TEXT)
     outs = [
         generate(TEXT, "--json"),
@@ -131,7 +131,7 @@ def test_a_prompt_from_a_file_and_from_stdin(tiny, tmp_path):
     assert {json.loads(o.stdout)["report"]["tokens_prompt"] for o in outs} == {len(TEXT) + 2}  # the template's brackets
 
 
-def test_methods_are_the_catalogue():
+def test_methods_command_lists_catalogue():
     told = json.loads(call("methods", "--json").stdout)
     assert {r["name"] for r in told} == set(jkv.METHODS)
     assert all(r["exactness"] and r["summary"] and r["axes"] for r in told)
@@ -140,7 +140,7 @@ def test_methods_are_the_catalogue():
     assert all(name in table for name in jkv.METHODS) and "2404.14469" in table
 
 
-def test_a_method_says_what_it_takes_and_is_made_of():
+def test_methods_command_shows_arguments_and_parts():
     text = call("methods", "snapkv").stdout
     assert text.startswith("snapkv(budget=None, keep=None, bytes=None, window=") and "16 long-context sets" in text
     assert "window_attention: " in text and "2404.14469" in text
@@ -173,7 +173,7 @@ def test_a_composition_is_explained_method_by_method():
     assert [row["name"] for row in told["methods"]] == ["int4", "quest"] and told["refused"] == ""
 
 
-def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
+def test_pairs_table_marks_refused_combinations():
     told = {(r["score"], r["with"]): r["refused"] for r in json.loads(call("methods", "--pairs", "--json").stdout)}
     assert told["snapkv", "int8"] == "" and "its own codecs" in told["zipvl", "int8"]
     text = " ".join(call("methods", "--pairs").stdout.split())
@@ -186,7 +186,7 @@ def test_methods_that_go_together_are_told_apart_from_those_that_do_not():
     assert "two names at most" in call("methods", "--pairs", "a", "b", "c").stderr
 
 
-def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):
+def test_inspect_reports_tokens_and_bytes(tiny, tmp_path):
     result = call("inspect", "--cache", CACHE, "--prompt", TEXT, "--plot", tmp_path / "kept.png")
     assert result.exit_code == 0, result.output
     assert "8 bits" in result.stdout and "133" in result.stdout  # the last position
@@ -195,7 +195,7 @@ def test_inspect_tells_tokens_and_bytes(tiny, tmp_path):
     assert [layer["kept"] for layer in told["layers"]] == [[40.0, 40.0]] * 2
 
 
-def test_fetch_prints_the_path(monkeypatch, tmp_path):
+def test_fetch_prints_path(monkeypatch, tmp_path):
     monkeypatch.setattr("jkv.io.hub.fetch", lambda name: tmp_path / name)
     assert call("fetch", "m").stdout.replace("\n", "") == str(tmp_path / "m")
 
@@ -212,18 +212,18 @@ def test_fetch_prints_the_path(monkeypatch, tmp_path):
         ("snapkv(budget=40) | h2o(budget=40)", "keep one of them"),
     ],
 )
-def test_a_wrong_cache_is_refused_before_a_model_is_loaded(monkeypatch, cache, says):
+def test_invalid_cache_is_refused_before_loading_model(monkeypatch, cache, says):
     monkeypatch.setattr(loading, "load", lambda *a: pytest.fail("loaded"))
     refused(generate(TEXT, cache=cache), says)
     refused(call("inspect", "--prompt", TEXT, "--cache", cache), says)
 
 
-def test_a_budget_that_cannot_work(tiny):
+def test_too_small_budget_is_refused(tiny):
     refused(generate(TEXT, cache="snapkv(budget=20)"), "raise the budget")
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_prompt(tiny, tmp_path, text):
+def test_empty_prompt_is_refused(tiny, tmp_path, text):
     (tmp_path / "p.txt").write_text(text)
     refused(generate(text), "the prompt is empty", "--file PATH")
     refused(generate("--file", tmp_path / "p.txt"), "the prompt is empty", "p.txt has no text")
@@ -231,32 +231,32 @@ def test_an_empty_prompt(tiny, tmp_path, text):
     refused(call("inspect"), "the prompt is empty")
 
 
-def test_an_overlong_prompt(tiny):
+def test_overlong_prompt_is_refused(tiny):
     refused(generate("x" * 600), "context is 512", "Shorten one of them")
 
 
-def test_bad_files(tiny, tmp_path):
+def test_unreadable_prompt_files_are_refused(tiny, tmp_path):
     refused(generate("--file", tmp_path / "none.txt"), "none.txt: No such file", "give a text file")
     refused(generate("--file", tmp_path), "Is a directory", "give a text file")
     (tmp_path / "p.bin").write_bytes(b"\xff\xfe\x00")
     refused(generate("--file", tmp_path / "p.bin"), "not UTF-8", "iconv")
 
 
-def test_bad_models(tmp_path):
+def test_damaged_and_unknown_models_are_refused(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF, but not really")
     refused(generate(TEXT, "--model", tmp_path / "m.gguf"), "m.gguf")
     refused(generate(TEXT, "--model", "smollm2-135n"), "did you mean smollm2-135m?")
     refused(call("fetch", "nothing"), "names are: smollm2-135m")
 
 
-def test_a_missing_template(monkeypatch):
+def test_missing_chat_template_is_refused(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *a: replace(PARAMS, tokenizer=tokenizer(None)))
     refused(generate(TEXT, "--chat"), "no chat template; use plain text")
     assert generate(TEXT, new=1).exit_code == 0  # without the flag it is plain text
 
 
 @pytest.mark.parametrize("flags", [["--max-new-tokens", "0"], ["--temperature", "-1"], ["--top-p", "-0.1"]])
-def test_settings_that_cannot_work(tiny, flags):
+def test_invalid_generation_settings_are_refused(tiny, flags):
     refused(call("generate", TEXT, "--cache", CACHE, *flags), flags[0].strip("-").replace("-", "_"))
 
 
@@ -271,15 +271,15 @@ def test_settings_that_cannot_work(tiny, flags):
         ("fetch a b", "unexpected extra argument", "(see jkv fetch --help)"),
     ],
 )
-def test_options_and_arguments_that_cannot_be_read(args, says, way_out):
+def test_usage_errors_exit_with_2(args, says, way_out):
     refused(RUNNER.invoke(app, args.split(), prog_name="jkv"), says, way_out, code=2)
 
 
-def test_without_a_command_there_is_help():
+def test_missing_command_prints_help():
     assert call().stdout == call("--help").stdout != ""
 
 
-def test_its_version():
+def test_version_is_printed():
     said = call("--version").stdout
     assert said.startswith(f"jkv {jkv.__version__}, jax ") and f"python {sys.version.split()[0]}" in said
 
@@ -294,7 +294,7 @@ def test_its_version():
         (PermissionError(13, "Permission denied", "/m"), "/m: Permission denied; check the path"),
     ],
 )
-def test_failures_of_the_runtime(monkeypatch, error, says):
+def test_runtime_failures_print_one_line(monkeypatch, error, says):
     def fail(*a):
         raise error
 
@@ -304,13 +304,13 @@ def test_failures_of_the_runtime(monkeypatch, error, says):
     assert generate(TEXT).exception is error
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_internal_error_keeps_traceback(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *a: {}["x"])
     assert isinstance(generate(TEXT).exception, KeyError)
 
 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
-def test_signals_end_it_without_a_word(monkeypatch, error, code):
+def test_interrupt_and_broken_pipe_exit_silently(monkeypatch, error, code):
     def fail(*a):
         raise error
 
@@ -323,7 +323,7 @@ SHORT = "from jkv.cli import app; from jkv.io import hub; hub.fetch = str; app.m
 
 
 @pytest.mark.parametrize("args", [["-m", "jkv.cli", "methods"], ["-c", SHORT, "fetch"]], ids=["long", "short"])
-def test_a_reader_that_leaves(args):
+def test_closed_stdout_exits_silently(args):
     """A real pipe, closed at the other end before the first byte."""
     env = {name: x for name, x in os.environ.items() if name != "PYTHONUNBUFFERED"}
     read, write = os.pipe()
@@ -335,7 +335,7 @@ def test_a_reader_that_leaves(args):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_success_is_left_alone():
+def test_one_line_passes_success():
     with one_line():
         pass
 

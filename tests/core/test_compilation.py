@@ -51,7 +51,7 @@ def compiled_loop(text: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_nothing_of_a_tiers_size_is_made(text: str):
+def test_decode_loop_makes_no_copy_of_tiers(text: str):
     program, empty = compiled_loop(text)
     names = {"float32": "f32", "bfloat16": "bf16", "uint16": "u16", "uint8": "u8"}
     large = {
@@ -67,7 +67,7 @@ def test_nothing_of_a_tiers_size_is_made(text: str):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_temporaries_are_under_a_tenth_of_the_cache(text: str):
+def test_temporaries_are_below_tenth_of_cache(text: str):
     program, empty = compiled_loop(text)
     assert program.memory_analysis().temp_size_in_bytes < tree_bytes(empty.layers) / 10
 
@@ -80,6 +80,6 @@ def prefill_temporaries(text: str, tokens: int) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def test_a_prompt_in_chunks_takes_the_memory_of_a_chunk():
+def test_chunked_prefill_takes_memory_of_one_chunk():
     chunk, whole = prefill_temporaries("knorm(budget=512)", 512), prefill_temporaries("full", 6000)
     assert chunk < whole / 3

@@ -27,7 +27,7 @@ from support.rig import BUDGET, LONGEST, MODEL, D, H
 
 
 @pytest.mark.slow
-def test_a_pause_changes_no_token_of_the_full_cache():
+def test_paused_row_keeps_logits_of_full_cache():
     paused = rig.run("full", forced=rig.PAUSES)
     for row in range(2):
         live = np.flatnonzero(rig.PAUSES[row] >= 0)
@@ -36,13 +36,13 @@ def test_a_pause_changes_no_token_of_the_full_cache():
             np.testing.assert_allclose(paused.logits[step + 1][row], alone.logits[i + 1][row], atol=1e-4)
 
 
-def test_a_fraction_follows_the_row():
+def test_fractional_budget_follows_row_length():
     kept = np.asarray(rig.run("knorm(keep=0.5)", forced=rig.FORCED[:, :1]).caches[0].kept())
     np.testing.assert_array_equal(kept[0], [[45, 45], [36, 36]])  # floor of half of 90 and of 73
 
 
 @pytest.mark.slow
-def test_units_hold_neighbours_in_time():
+def test_units_are_ordered_and_wholly_live_or_dead():
     cache = rig.shared(f"knorm(budget=48) | {rig.KIVI_TEXT}").caches[-1]
     pos = np.asarray(cache.layers[0].tiers[0].pos)
     units = pos.reshape(*pos.shape[:2], -1, 16)
@@ -59,7 +59,7 @@ class Late(Score):
         return (ev.pos >= 100).astype(jnp.float32)
 
 
-def test_among_equals_the_older_stays():
+def test_ties_keep_older_tokens():
     config = CacheConfig(score=Late(), budget=Tokens(tokens=48))
     cache = CacheShape(config, rig.MODEL, 2, rig.LONGEST, rig.STEPS, jnp.float32).empty()
     cache, _ = decode_loop.prefill(rig.PARAMS, cache, jnp.asarray(rig.PROMPT), fresh=True)
@@ -125,7 +125,7 @@ LAYOUTS = layouts()
 
 
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=list(LAYOUTS))
-def test_no_live_token_is_lost_where_there_is_room(layout: int):
+def test_flush_with_free_slots_loses_no_token(layout: int):
     plan = list(LAYOUTS.values())[layout]
     rng, w = np.random.default_rng(layout), plan.recent_size
     layer, seen, flushed = empty_layer(plan, 1, MODEL, jnp.float32), 0, 0
@@ -152,7 +152,7 @@ def test_no_live_token_is_lost_where_there_is_room(layout: int):
     assert flushed
 
 
-def test_every_dead_unit_is_found_up_to_the_last():
+def test_first_of_finds_every_dead_unit():
     dead = np.random.default_rng(0).random((2, 3, 20)) < 0.4
     got = np.asarray(first_of(jnp.asarray(dead), 12))
     for row, x in zip(got.reshape(-1, 12), dead.reshape(-1, 20), strict=True):

@@ -24,7 +24,7 @@ CASES = [{}, {"later": True}, {"n": 3}, {"n": 2, "fresh": True}, {"later": True,
 
 @pytest.mark.parametrize("static", CASES, ids=str)
 @pytest.mark.parametrize("native", ["xla", "gpu"])
-def test_a_static_argument_that_is_left_out_has_its_default(monkeypatch: Any, native: str, static: dict[str, Any]):
+def test_omitted_static_argument_has_default(monkeypatch: Any, native: str, static: dict[str, Any]):
     made = program(arguments=(None, None), results=None, static_argnames=STATIC)(which)
     monkeypatch.setattr(kernels, "native", lambda: native)
     for args in ((jnp.float32(1), jnp.float32(2)), (jnp.float32(1), None)):
@@ -33,7 +33,7 @@ def test_a_static_argument_that_is_left_out_has_its_default(monkeypatch: Any, na
 
 
 @pytest.mark.parametrize("native", ["xla", "gpu"])
-def test_text_that_follows_a_prompt_is_read_where_it_stands(monkeypatch: Any, native: str):
+def test_extend_equals_whole_prefill(monkeypatch: Any, native: str):
     """`extend` gives one static argument of two; the tiers are read, and the recent window."""
     params = jkv.models.random(jkv.models.TINY | dict(num_hidden_layers=1), 0, jnp.float32)
     text = np.random.default_rng(0).integers(0, 100, 133).tolist()
@@ -44,7 +44,7 @@ def test_text_that_follows_a_prompt_is_read_where_it_stands(monkeypatch: Any, na
     np.testing.assert_allclose(logits, whole, atol=1e-4, rtol=0)
 
 
-def test_a_flow_that_has_static_arguments_in_front_of_arrays_or_after_its_run_is_refused():
+def test_misplaced_static_arguments_are_refused():
     def first(fresh: bool, x: jax.Array) -> jax.Array:
         return x
 

@@ -21,7 +21,7 @@ def frequencies(**settings):
     return np.bincount(np.asarray(out), minlength=5) / rows
 
 
-def test_temperature_one_draws_the_distribution():
+def test_temperature_one_draws_softmax():
     np.testing.assert_allclose(frequencies(temperature=1.0), np.exp(LOGITS), atol=0.03)
 
 
@@ -34,23 +34,23 @@ def test_top_k_keeps_k():
     assert (frequencies(temperature=1.0, top_k=2) > 0).tolist() == [True, True, False, False, False]
 
 
-def test_top_p_keeps_the_least_set_that_reaches_p():
+def test_top_p_keeps_smallest_set_reaching_p():
     assert (frequencies(temperature=1.0, top_p=0.7) > 0).tolist() == [True, True, False, False, False]
     assert (frequencies(temperature=1.0, top_p=0.8) > 0).tolist() == [True, True, True, False, False]
 
 
-def test_what_others_write_for_off_is_off():
+def test_top_k_minus_one_and_top_p_zero_are_accepted():
     """top_k -1 keeps all, as 0 does; top_p 0 the most probable one, as the least of masses does."""
     off, same = (make(1, 5, seeds=(0,), stop_ids=(), temperature=1.0, top_k=k).top_k.tolist() for k in (0, -1))
     assert off == same == [5]
     assert (frequencies(temperature=1.0, top_p=0.0) > 0).tolist() == [True, False, False, False, False]
 
 
-def test_min_p_is_relative_to_the_best():
+def test_min_p_is_relative_to_best():
     assert (frequencies(temperature=1.0, min_p=0.2) > 0).tolist() == [True, True, True, False, False]
 
 
-def test_penalty_divides_positive_and_multiplies_negative():
+def test_repetition_penalty_divides_positive_multiplies_negative():
     logits = jnp.array([[2.0, 1.9, -0.1, -0.3]])
     s = make(1, 4, seeds=(0,), stop_ids=(), repetition_penalty=2.0)
     zero = jnp.zeros(1, jnp.int32)
@@ -79,7 +79,7 @@ def best_first(logits, temperature, top_k, top_p, min_p):
     return keep & (behind < 1e200), np.abs(mass - top_p).min() if top_p < 1 else 1.0
 
 
-def test_what_is_kept_is_what_sorting_keeps():
+def test_kept_tokens_match_sorting_reference():
     """Logits with ties and infinities, every setting off or on: the words that may be drawn, word by word."""
     rng, rows = np.random.default_rng(0), []
     for case in range(600):
@@ -108,7 +108,7 @@ def test_what_is_kept_is_what_sorting_keeps():
 @pytest.mark.parametrize(
     "settings", [{}, dict(top_k=7), dict(top_p=0.8), dict(min_p=0.1), dict(top_k=9, top_p=0.9, min_p=0.05)]
 )
-def test_draws_follow_the_softmax_of_what_is_kept(settings):
+def test_draws_follow_softmax_of_kept_tokens(settings):
     """Chi-squared over 20,000 seeds: 6 standard deviations."""
     rows, v = 20_000, 16
     logits = np.round(np.random.default_rng(1).normal(size=v) * 3) / 2  # with ties
@@ -140,7 +140,7 @@ def coarse(seed=0):
 
 
 @pytest.mark.parametrize("settings", [{}, dict(top_p=0.9), dict(top_k=20), dict(min_p=0.02)])
-def test_logits_that_nearly_agree_draw_the_same(settings):
+def test_draws_are_stable_under_small_noise(settings):
     """With noise eps in the logits at most a share of the size of eps changes, ties and thresholds or not."""
     logits = np.random.default_rng(2).normal(size=(ROWS, WORDS)) * 2
     logits = coarse() if not settings else logits  # a tie at a threshold is broken by any noise
@@ -150,7 +150,7 @@ def test_logits_that_nearly_agree_draw_the_same(settings):
         assert (draws(logits + eps * noise, **settings) != own).mean() <= 2 * eps
 
 
-def test_what_is_not_drawn_may_fall_and_words_may_be_added():
+def test_draw_is_invariant_to_lowered_losers_and_padding():
     logits, rng = coarse(), np.random.default_rng(4)
     own = draws(logits)
     lower = logits - rng.integers(0, 9, logits.shape)
@@ -161,12 +161,12 @@ def test_what_is_not_drawn_may_fall_and_words_may_be_added():
     assert (draws(more, top_p=0.9, top_k=20) == draws(logits, top_p=0.9, top_k=20)).all()
 
 
-def test_a_draft_that_is_near_is_accepted_where_it_draws_the_same():
+def test_shared_seed_accepts_near_drafts():
     logits, rng = np.random.default_rng(5).normal(size=(ROWS, WORDS)) * 2, np.random.default_rng(6)
     assert (draws(logits + 0.5 * rng.normal(size=logits.shape)) == draws(logits)).mean() > 0.68
 
 
-def test_a_rows_draw_does_not_depend_on_its_batch():
+def test_row_draw_is_batch_invariant():
     """Whatever the others' settings are; a greedy row takes the first of the largest logits beside rows that draw."""
     n = 24
     each = dict(
@@ -182,7 +182,7 @@ def test_a_rows_draw_does_not_depend_on_its_batch():
     assert (got[::3] == np.asarray(logits).argmax(1)[::3]).all()
 
 
-def test_nothing_is_sorted():
+def test_sample_does_not_sort():
     s = make(1, 9, seeds=(0,), stop_ids=(), temperature=0.7, top_p=0.9, top_k=3)
     text = str(jax.make_jaxpr(sample)(jnp.zeros((1, 9)), s, jnp.zeros(1, jnp.int32), None))
     assert "while" in text and "sort" not in text
@@ -196,7 +196,7 @@ DRAWN = (  # at temperature 1.5, of 997 words, by seeds 0 to 11
 )
 
 
-def test_draws_stay_what_they_were():
+def test_draws_match_golden_tokens():
     """A seed draws the same tokens in every version."""
     logits = jnp.asarray(np.random.default_rng(7).normal(size=(12, 997)) * 3, jnp.float32)
     draw = jax.jit(sample)
@@ -205,7 +205,7 @@ def test_draws_stay_what_they_were():
         assert draw(logits, s, jnp.arange(12, dtype=jnp.int32) * 5, None).tolist() == want
 
 
-def test_largest_is_the_first_of_them_and_nothing_where_one_is_nan():
+def test_largest_is_first_argmax_or_lost_on_nan():
     rng = np.random.default_rng(8)
     x = rng.choice((-np.inf, -1, 0, 2, np.inf, np.nan), (500, 9), p=(0.2, 0.2, 0.2, 0.2, 0.1, 0.1))
     x[:9] = -np.inf
@@ -214,7 +214,7 @@ def test_largest_is_the_first_of_them_and_nothing_where_one_is_nan():
 
 
 @pytest.mark.parametrize("settings", [{}, *(dict(temperature=0.7) | how for how, _ in DRAWN)])
-def test_a_row_with_nan_is_lost_and_the_others_are_not(settings: dict[str, float]):
+def test_nan_row_is_lost_alone(settings: dict[str, float]):
     logits = jnp.asarray(np.random.default_rng(9).normal(size=(4, 50)), jnp.float32)
     s = make(4, 50, seeds=range(4), stop_ids=(), **settings)
     seen, used = jnp.zeros(4, jnp.int32), jnp.zeros((4, 50), bool).at[:, 7].set(True)

@@ -81,14 +81,14 @@ def same(a, b):
 
 @pytest.mark.slow
 @KINDS
-def test_generation_is_the_models_own(params):
+def test_generation_matches_model_argmax(params):
     out, _ = answered(params.config.family)
     assert [len(x) for x in out.tokens] == [NEW, NEW]
     check_greedy(params, PROMPTS, out.tokens)
 
 
 @KINDS
-def test_a_step_reads_states_and_writes_none(params):
+def test_step_does_not_write_states(params):
     """As compiled: arguments are taken over, steps ask the host nothing, and no state is made but once in a block."""
     out, programs = answered(params.config.family)
     for program, kind in zip(programs, ("steps", "entering"), strict=True):
@@ -121,7 +121,7 @@ def check_states(program, kind, out, params):
 
 @pytest.mark.slow
 @BOTH
-def test_chunks_and_extensions_give_the_same_state(params):
+def test_chunked_prefill_and_extend_give_same_state(params):
     whole, want = jkv.prefill(params, "full", PROMPTS, reserve=64)
     parts, got = jkv.prefill(params, "full", PROMPTS, reserve=64, chunk=48)
     np.testing.assert_allclose(got, want, atol=1e-4)
@@ -136,7 +136,7 @@ def test_chunks_and_extensions_give_the_same_state(params):
 
 
 @BOTH
-def test_single_steps_give_what_blocks_do(params):
+def test_single_steps_equal_blocks(params):
     """Over several blocks, a row pausing in between."""
     cache, logits = jkv.prefill(params, "full", PROMPTS, reserve=64)
     out, _ = answered(params.config.family)
@@ -151,7 +151,7 @@ def test_single_steps_give_what_blocks_do(params):
 
 
 @BOTH
-def test_tokens_are_taken_back_and_read_again(params):
+def test_rollback_restores_states(params):
     cache, _ = jkv.prefill(params, "full", PROMPTS, reserve=64)
     kept = [cache]
     for i in range(6):
@@ -165,7 +165,7 @@ def test_tokens_are_taken_back_and_read_again(params):
 
 
 @BOTH
-def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
+def test_save_fork_and_pick_keep_states(params, tmp_path):
     cache, logits = jkv.prefill(params, "full", PROMPTS, reserve=64)
     cache, _ = decode_loop.step(params, cache, logits.argmax(-1).astype(jnp.int32))
     jkv.save_cache(cache, tmp_path / "cache", params)
@@ -180,7 +180,7 @@ def test_a_cache_is_saved_forked_and_picked_with_its_states(params, tmp_path):
 
 
 @KINDS
-def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
+def test_state_bytes_are_constant_and_reported(params):
     c, m, block = params.config, params.config.mixers, 16
     state = m.heads * m.head_dim * m.state * 4
     written = block * m.inner * 4 if m.rule == "delta" else 0
@@ -198,12 +198,12 @@ def test_states_do_not_grow_and_the_receipt_says_what_they_take(params):
     assert out.receipt.bytes_full == full.nbytes
 
 
-def test_one_budget_in_bytes_leaves_room_for_the_states():
+def test_byte_budget_includes_states():
     cache = CacheShape(methods.parse("knorm(bytes='60kB')"), HYBRID.config, 1, 400, 32, jnp.float32).empty()
     assert tree_bytes(cache.states) < cache.nbytes <= 60_000
 
 
-def test_a_draft_is_cut_in_front_of_a_layer_that_attends():
+def test_draft_layers_end_before_next_attention_layer():
     draft = HYBRID.first(1)  # the block that attends, and the one behind it, which recurs
     assert (draft.config.layers, draft.config.mixers.at, len(draft.layers)) == (1, (1,), 2)
     assert HYBRID.first(2).config == HYBRID.config and len(HYBRID.first(2).layers) == 4
@@ -211,7 +211,7 @@ def test_a_draft_is_cut_in_front_of_a_layer_that_attends():
         methods.parse("speckv(budget=40, layers=3)").prefill.probe.texts(HYBRID, PROMPTS, greedy)
 
 
-def test_what_cannot_work_is_refused():
+def test_unsupported_recurrent_compositions_are_refused():
     with pytest.raises(ValueError, match="no block of this mamba2 model attends.*use full"):
         jkv.prefill(PURE, "h2o(budget=40)", PROMPTS)
     with pytest.raises(ValueError, match="blocks that recur, which read every token"):
@@ -219,7 +219,7 @@ def test_what_cannot_work_is_refused():
 
 
 @pytest.mark.slow
-def test_a_batch_job_gives_each_row_what_it_gets_alone(tmp_path, monkeypatch):
+def test_batch_job_matches_model_argmax(tmp_path, monkeypatch):
     """Rows come and go, and some begin alike: their state is taken where the common part ends."""
     from support.commands import call
 
@@ -239,7 +239,7 @@ def test_a_batch_job_gives_each_row_what_it_gets_alone(tmp_path, monkeypatch):
     check_greedy(HYBRID, asked, [x["tokens"] for x in lines])
 
 
-def test_training_takes_models_that_only_attend(tmp_path, monkeypatch):
+def test_training_refuses_recurrent_models(tmp_path, monkeypatch):
     from support.commands import call
 
     monkeypatch.setattr(loading, "load", lambda *_: HYBRID)

@@ -49,7 +49,7 @@ def together(*works):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_threads_that_ask_for_one_program_compile_it_once(made, ahead):
+def test_threads_compile_program_once(made, ahead):
     """Two programs, four threads each, in opposite orders; ahead: two more threads begin them."""
     double = jax.jit(lambda x: 2 * x)
 
@@ -65,7 +65,7 @@ def test_threads_that_ask_for_one_program_compile_it_once(made, ahead):
     assert sorted(made) == [3, 4] and not compilation.BEGUN
 
 
-def test_all_who_wait_are_told_what_went_wrong_and_the_next_one_tries_again(made, monkeypatch):
+def test_compile_error_reaches_all_waiters_and_is_retried(made, monkeypatch):
     double, one = jax.jit(lambda x: 2 * x), np.ones(5, np.float32)
 
     def init(self, lowered, free):
@@ -80,7 +80,7 @@ def test_all_who_wait_are_told_what_went_wrong_and_the_next_one_tries_again(made
     assert compilation.compiled(double, one)[0](one).sum() == 10
 
 
-def test_what_is_begun_is_not_lost_to_what_is_begun_after_it(made):
+def test_ahead_compilations_are_kept(made):
     double = jax.jit(lambda x: 2 * x)
     for n in (3, 4, 5):
         compilation.ahead(double, np.ones(n, np.float32))
@@ -89,7 +89,7 @@ def test_what_is_begun_is_not_lost_to_what_is_begun_after_it(made):
     assert sorted(made) == [3, 4, 5]
 
 
-def test_few_programs_are_kept_whatever_threads_do(made, monkeypatch):
+def test_program_cache_limit_holds_across_threads(made, monkeypatch):
     monkeypatch.setattr(compilation, "LIMIT", 2)
     double = jax.jit(lambda x: 2 * x)
 
@@ -104,7 +104,7 @@ def test_few_programs_are_kept_whatever_threads_do(made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_threads_generate_what_one_does():
+def test_threaded_generation_equals_sequential():
     params = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1))
     prompts = [[(7 * i + j) % 97 for i in range(20)] for j in range(3)]
     run = lambda p: jkv.generate(params, None, p, max_new_tokens=4, stop_ids=()).tokens  # noqa: E731
@@ -142,7 +142,7 @@ CALLS = {
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked on this system")
 @pytest.mark.parametrize("call, warm", [("generate", True), ("generate", False), ("stream", False), ("extend", True)])
-def test_a_forked_child_says_so_instead_of_hanging(call, warm):
+def test_forked_child_raises_instead_of_hanging(call, warm):
     """Also one of a process that has only loaded a model."""
     text = CHILD.format(call=CALLS[call], warm=warm)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)

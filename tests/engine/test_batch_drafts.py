@@ -55,7 +55,7 @@ def answers(task: Job) -> tuple[list[list[int]], Report]:
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_job_with_drafts_are_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_drafted_job_equals_plain_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decode, "Drafting", partial(Drafting, clock=lambda: 0.0))
     want, plain = answers(job(tmp_path, None))
     assert plain.drafts is None and [len(x) for x in want] == [12, 21, 30, 39, 48]
@@ -69,7 +69,7 @@ def test_the_rows_of_a_job_with_drafts_are_those_without(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_without_a_drafter_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_job_continues_without_failing_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decode, "Drafting", partial(Drafting, clock=lambda: 0.0))
     want, _ = answers(job(tmp_path, None))
     for name, left in (("propose", 5), ("end", 2)):
@@ -89,7 +89,7 @@ def test_a_job_goes_on_without_a_drafter_that_fails(tmp_path: Path, monkeypatch:
         assert report.draft_failed[0] > 0 and "tokens of its batches: MemoryError: no room" in str(report)
 
 
-def test_what_a_job_cannot_guess_with_is_refused_by_name(tmp_path: Path):
+def test_unsupported_job_drafters_are_refused(tmp_path: Path):
     for draft, why in (
         ("triforce(tokens=512)", "rows of a batch come and go; give suffix, recycle or drafter"),
         ("sufix", "did you mean 'suffix'"),
@@ -108,7 +108,7 @@ def asked(n: int, tokens: list[int]) -> Request:
     return Request(line=n, id=n, tokens=np.asarray(tokens, np.int32), settings=SamplingParams(max_new_tokens=8))
 
 
-def test_a_row_that_ends_is_told_of_alone():
+def test_drafter_learns_only_from_ended_row():
     """The others are not read again, and a slot that is free has nothing to say."""
     one: Any = SimpleNamespace(trial=Trial(), slots=[(asked(0, [7, 4]), [5, 6]), None, (asked(1, [1, 2]), [3])])
     for one.drafter in (Suffix(), Recycling(100)):
@@ -123,7 +123,7 @@ def test_a_row_that_ends_is_told_of_alone():
             assert one.drafter.table[1, 0] == one.drafter.table[7, 0] == 20 and one.drafter.met[0] == 0
 
 
-def test_the_memory_of_a_pass_counts_where_the_job_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_estimate_includes_verification_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class Said:
         def __init__(self, runs: bool) -> None:
             self.peak = 0

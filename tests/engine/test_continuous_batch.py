@@ -93,7 +93,7 @@ def asked() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cache", "draws", "programs"), CACHES, ids=["full", "snapkv"])
-def test_rows_are_those_of_generate(tmp_path: Path, asked: Any, cache: str, draws: dict[str, float], programs: int):
+def test_rows_equal_generate(tmp_path: Path, asked: Any, cache: str, draws: dict[str, float], programs: int):
     task = job(tmp_path, asked[cache], cache)
     forget()  # programs that other tests have made
     report = run(task, never, nothing)
@@ -127,7 +127,7 @@ def beginnings(n: int) -> list[dict[str, Any]]:
     ("cache", "draws", "draft"),
     [("full", {}, "suffix"), ("int4", SAMPLED, None), ("kivi(recent=16, group=16)", {}, None)],
 )
-def test_rows_whose_beginning_is_held_once_are_those_of_generate(
+def test_shared_prefix_rows_equal_generate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -156,7 +156,7 @@ def test_rows_whose_beginning_is_held_once_are_those_of_generate(
     assert [x["tokens"] for _, x in sorted(written(task).items())] == [x["tokens"] for _, x in sorted(got.items())]
 
 
-def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked: Any):
+def test_stopped_job_resumes_remaining_rows(tmp_path: Path, asked: Any):
     """Stopped after every third block; a full disk on the way."""
     task = job(tmp_path, [*asked["full"], {"tokens": []}], "full")
     whole = replace(task, out=tmp_path / "whole")
@@ -183,7 +183,7 @@ def test_a_stopped_job_goes_on_with_the_rows_that_are_left(tmp_path: Path, asked
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_with_input_and_output_in_a_bucket(
+def test_job_in_bucket_survives_twenty_kills(
     tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Before or after one of the first changes of each run; then the bucket vanishes, and comes back."""
@@ -227,7 +227,7 @@ def full(*_: Any) -> int:
 
 
 @pytest.mark.slow
-def test_several_answers_to_a_prompt_are_one_row(tmp_path: Path):
+def test_samples_of_one_prompt_form_one_row(tmp_path: Path):
     """As `jkv.generate` gives them, though rows come and go; none is written before all are there, also when killed."""
     draws = dict(temperature=0.8, top_k=20)
     lines = [
@@ -250,7 +250,7 @@ def test_several_answers_to_a_prompt_are_one_row(tmp_path: Path):
     assert (report.done, report.failed, report.tokens_new) == (3, 0, 130)
 
 
-def test_a_sample_that_fails_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failing_sample_fails_only_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = Running.answer
 
     def answer(self: Running, slot: int) -> Any:
@@ -269,7 +269,7 @@ def test_a_sample_that_fails_fails_its_row_alone(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["snapkv(budget=40, window=8)", "snapkv(budget=40, window=8, chunk=64)"])
-def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
+def test_prompts_beyond_memory_are_prefilled_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
     """In those of one row, whatever the batch: as `jkv.generate` reads them; or as the cache asks."""
     if "chunk" not in cache:
         blank = CacheShape(methods.parse(cache), PARAMS.config, 1, 208 + 64, 64, jnp.float32).shapes()
@@ -284,7 +284,7 @@ def test_prompts_without_room_are_read_in_chunks(tmp_path: Path, monkeypatch: py
         assert written(task)[i]["tokens"] == alone.tokens
 
 
-def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any):
+def test_another_job_is_refused_before_running(tmp_path: Path, asked: Any):
     task = job(tmp_path, asked["full"][:1], "full")
     with pytest.raises(ValueError, match="top_p=7"):
         run(replace(task, defaults=SamplingParams(top_p=7)), never, nothing)
@@ -294,7 +294,7 @@ def test_another_job_is_refused_before_anything_runs(tmp_path: Path, asked: Any)
         run(other, never, nothing)
 
 
-def test_a_gate_that_was_trained_again_is_another_job(tmp_path: Path):
+def test_retrained_gate_is_another_job(tmp_path: Path):
     """In the same folder, so the cache's text is the same. No row runs, so nothing is compiled."""
     first, second = (RetentionGate.start(PARAMS.config, 8, jax.random.key(i)).arrays for i in range(2))
     card = {"method": "trimkv", "model": trained.identities(PARAMS)}
@@ -313,7 +313,7 @@ def test_a_gate_that_was_trained_again_is_another_job(tmp_path: Path):
         run(again, never, nothing)
 
 
-def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
+def test_job_without_valid_rows_ends_at_once(tmp_path: Path):
     report = run(job(tmp_path, [{"tokens": []}, {}], "full"), never, nothing)
     assert (report.rows, report.done, report.failed, report.programs, report.stopped) == (2, 0, 2, 0, False)
 
@@ -327,7 +327,7 @@ def test_a_job_without_a_good_row_is_done_at_once(tmp_path: Path):
         ("data=2", "it takes 2 devices, and there are 1"),
     ],
 )
-def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
+def test_invalid_mesh_is_refused(mesh: str, says: str):
     with pytest.raises(ValueError, match=says):
         sharding.parse_mesh(mesh, jax.devices()[:1], PARAMS.config)
     assert dict(sharding.parse_mesh("model=2, data=3", [*jax.devices()] * 6, PARAMS.config).shape) == {
@@ -335,7 +335,7 @@ def test_a_mesh_that_cannot_work_is_refused(mesh: str, says: str):
     }  # fmt: skip
 
 
-def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_auto_batch_is_largest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """By what the compiler says of the job's own programs, in multiples of two rows."""
     task = replace(job(tmp_path, [], "full"), batch=0)
     requests = [
@@ -364,7 +364,7 @@ def test_the_batch_is_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         batch_size.largest(PARAMS, shapes, 40, 2, None, 199)
 
 
-def test_a_greedy_row_beside_others_takes_the_best_token():
+def test_greedy_row_in_sampled_batch_takes_argmax():
     logits = RNG.normal(size=(3, 100)).astype(np.float32)
     mixed = sampling.make(3, 100, seeds=(0, 1, 2), stop_ids=(), temperature=(0, 5, 0), min_p=(0, 0, 0.5))
     draws = np.stack([sampling.sample(jnp.asarray(logits), mixed, jnp.full(3, n), None) for n in range(4)])
@@ -372,7 +372,7 @@ def test_a_greedy_row_beside_others_takes_the_best_token():
 
 
 @pytest.mark.slow
-def test_a_prompt_in_two_pieces_is_the_prompt():
+def test_prefill_after_prefix_equals_whole_prefill():
     """Nothing is evicted or coded before both are there, so the cache is that of the prompt in one piece."""
     text = f"streaming(budget=48) | {rig.KIVI_TEXT}"
     whole = decode_loop.prefill(rig.PARAMS, rig.empty(text), jnp.asarray(PROMPT), fresh=True)
@@ -397,7 +397,7 @@ def test_a_prompt_in_two_pieces_is_the_prompt():
         assert a.shape == b.shape and a.dtype == b.dtype
 
 
-def test_what_ranks_by_the_whole_prompt_is_not_split():
+def test_methods_ranking_whole_prompt_do_not_split():
     assert [methods.parse(t).splits for t in ("full", "kivi", "snapkv(budget=64)", "h2o(budget=64)", "zipcache")] == [
         True, True, True, False, False,
     ]  # fmt: skip
@@ -417,7 +417,7 @@ def call(monkeypatch: pytest.MonkeyPatch):
     return lambda *args: CliRunner().invoke(app, ["batch", "--cache", "full", *map(str, args)])
 
 
-def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: Any):
+def test_batch_command_writes_rows_and_report(tmp_path: Path, asked: Any, call: Any):
     task = job(tmp_path, [*asked["full"], {"tokens": [1], "typo": 1}], "full")
     result = call(task.source, task.out, "--batch", 4, "--max-new-tokens", 40)
     assert result.exit_code == FAILED == 65, result.output
@@ -429,7 +429,7 @@ def test_the_command_writes_rows_and_a_report(tmp_path: Path, asked: Any, call: 
     refused(call(task.source, task.out, "--max-new-tokens", 41), "max_new_tokens 40 there, 41 now")
 
 
-def test_the_command_reads_and_writes_by_url(tmp_path: Path, asked: Any, call: Any):
+def test_batch_command_reads_and_writes_urls(tmp_path: Path, asked: Any, call: Any):
     stores.install(tmp_path / "store")
     task = job(tmp_path, asked["full"], "full")
     source = "gs://bucket/jobs/in.jsonl"
@@ -465,13 +465,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED, ids=[" ".join(o) for o, _ in REFUSED])
-def test_what_cannot_run_is_said_in_one_line(tmp_path: Path, call: Any, options: list[str], says: str):
+def test_invalid_batch_options_give_one_line_errors(tmp_path: Path, call: Any, options: list[str], says: str):
     task = job(tmp_path, [{"tokens": [1]}], "full")
     refused(call(task.source, task.out, *options), says)
     assert not task.out.exists()
 
 
-def test_files_that_are_not_there(tmp_path: Path, call: Any):
+def test_invalid_batch_paths_are_refused(tmp_path: Path, call: Any):
     task = job(tmp_path, [{"tokens": [1]}], "full")
     refused(call(tmp_path / "none.jsonl", task.out), "none.jsonl is no file: give JSON lines")
     task.out.write_text("a file where the folder should be")

@@ -63,7 +63,7 @@ OWN = dict(temperature=0.25, top_p=0.5, seed=3, stop=["a"], max_new_tokens=4)
 @pytest.mark.parametrize(
     ("url", "body", "own"), [*((CHAT, *x) for x in CHATS), *((TEXT, *x) for x in TEXTS)], ids=lambda x: str(x)[:40]
 )
-def test_a_line_asks_what_a_row_of_jkv_asks(params: Any, url: str, body: Any, own: Any):
+def test_openai_line_equals_jkv_row(params: Any, url: str, body: Any, own: Any):
     neutral = {"n": 1, "stream": False, "logprobs": None, "user": "u", "presence_penalty": 0}
     asked, plain, bare = rows(
         params,
@@ -130,7 +130,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "says"), REFUSED, ids=[says[:40] for _, says in REFUSED])
-def test_a_bad_line_is_answered_in_kind_and_the_others_go_on(params: Any, raw: Any, says: str):
+def test_invalid_openai_line_is_refused_in_openai_format(params: Any, raw: Any, says: str):
     before, bad, after = rows(params, {"tokens": [1]}, raw, line({"messages": HELLO}, name="z"))
     assert isinstance(before, Request) and isinstance(after, Request)
     assert isinstance(bad, Refused) and says in bad.error
@@ -144,7 +144,7 @@ def test_a_bad_line_is_answered_in_kind_and_the_others_go_on(params: Any, raw: A
 NO_FIELDS = {"logits": (), "anything": ()}  # nobody knows them
 
 
-def test_what_asks_for_nothing_changes_nothing(params: Any):
+def test_default_fields_change_nothing(params: Any):
     """Every field that is known, with each value that is its default, as JSON may write it."""
     defaults = SamplingParams(max_new_tokens=10)
     bodies = [{"messages": HELLO} | x for x in ({}, *({name: x} for name, x in nothing(NO_FIELDS)))]
@@ -157,7 +157,7 @@ def test_what_asks_for_nothing_changes_nothing(params: Any):
         assert other.settings in (plain.settings, replace(plain.settings, top_k=-1)), body
 
 
-def test_seeds_of_64_bits_are_seeds(params: Any):
+def test_seeds_of_64_bits_are_accepted(params: Any):
     seeds = [0, 7, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**64 - 1, -1, -7, -(2**63)]
     found = rows(params, *(line({"messages": HELLO, "seed": x}, name=str(x)) for x in seeds))
     drawn = [x.seed for x in found if isinstance(x, Request)]
@@ -166,7 +166,7 @@ def test_seeds_of_64_bits_are_seeds(params: Any):
     assert drawn == [int(arguments.seeds(x)) for x in seeds] == arguments.seeds(seeds[:6]).tolist() + drawn[6:]
 
 
-def test_calls_of_a_history_reach_the_template_as_objects(params: Any):
+def test_tool_calls_reach_template_as_objects(params: Any):
     """What OpenAI's clients write as a text, templates take as an object; what is null or no call is not there."""
     tokenizer = with_template(params, "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ enable_thinking }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1.0}'}}
@@ -193,7 +193,7 @@ def with_template(params: Any, template: str) -> Any:
     return replace(params, tokenizer=made, config=replace(params.config, context=1024))
 
 
-def test_what_failed_while_it_ran_is_no_bad_request(params: Any):
+def test_runtime_failure_is_server_error(params: Any):
     (asked,) = rows(params, line({"messages": HELLO}))
     assert isinstance(asked, Request)
     lost = failed(asked, "out of memory")
@@ -201,7 +201,7 @@ def test_what_failed_while_it_ran_is_no_bad_request(params: Any):
     assert told["response"]["status_code"] == 500 and told["error"]["code"] == "server_error"
 
 
-def test_custom_ids_are_one_lines_alone(params: Any):
+def test_custom_ids_are_unique(params: Any):
     first, second, third = rows(
         params, line({"messages": HELLO}), line({"messages": HELLO}), {"id": "a", "tokens": [1]}
     )
@@ -209,7 +209,7 @@ def test_custom_ids_are_one_lines_alone(params: Any):
     assert "that of line 1 too" in second.error and second.form == first.form and third.form == PLAIN
 
 
-def test_an_answer_has_what_the_api_says():
+def test_answer_matches_openai_schema():
     """The fields of the published schemas, and no others."""
     about = SampleAnswers(id="a", key="k", choices=(("yes", "stop"),), prompt_tokens=3, tokens=2)
     chat, text = (Call(url, "m").answer(about) for url in (CHAT, TEXT))
@@ -235,7 +235,7 @@ def test_an_answer_has_what_the_api_says():
     }  # fmt: skip
 
 
-def test_a_job_of_both_forms_is_answered_once(tmp_path: Path):
+def test_job_with_both_formats_is_answered_once(tmp_path: Path):
     """What is asked in either form gets the same tokens, and a second run finds both answered."""
     params = jkv.models.random(jkv.models.TINY | dict(hidden_size=64, num_hidden_layers=1), 0, jnp.float32)
     asked = [
@@ -263,7 +263,7 @@ def test_a_job_of_both_forms_is_answered_once(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_special_token_is_a_stop_text_of_a_job(tmp_path: Path):
+def test_special_token_acts_as_stop_string(tmp_path: Path):
     """The row ends with it, as `generate` ends, and its name is no part of the text."""
     own = byte_tokenizer()
     params = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=own)

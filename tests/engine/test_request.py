@@ -22,7 +22,7 @@ def rows(*raw: Any) -> list[Request | Refused]:
     return list(read(numbered, PARAMS, methods.parse("full"), DEFAULTS))
 
 
-def test_a_row_changes_the_settings_of_the_job():
+def test_row_overrides_job_settings():
     plain, own = rows({"tokens": [1, 2]}, {"id": "a", "tokens": [3], "temperature": 0, "seed": 7, "max_new_tokens": 3})
     assert isinstance(plain, Request) and isinstance(own, Request)
     assert (plain.settings, plain.seed, plain.tokens.tolist()) == (DEFAULTS, 1, [1, 2])  # the seed is the line
@@ -75,14 +75,14 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "says"), REFUSED, ids=[str(says)[:30] for _, says in REFUSED])
-def test_a_bad_row_says_why_and_the_others_go_on(raw: Any, says: str):
+def test_invalid_row_fails_alone_with_reason(raw: Any, says: str):
     before, bad, after = rows({"tokens": [1]}, raw, {"tokens": [2]})
     assert isinstance(before, Request) and isinstance(after, Request)
     assert isinstance(bad, Refused) and bad.line == 2
     assert says in bad.error and "\n" not in bad.error
 
 
-def test_an_id_is_one_rows_alone():
+def test_row_ids_are_unique():
     first, second, third = rows(*({"id": x, "tokens": [1]} for x in ("a", "a", 1)))
     assert isinstance(first, Request) and isinstance(third, Request)
     assert isinstance(second, Refused) and second.id == "a" and "that of line 1" in second.error

@@ -34,7 +34,7 @@ def cost(lengths: list[int], ends: tuple[int, ...], worth: int) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 200))
-def test_no_choice_of_lengths_pads_less(lengths: list[int], most: int, worth: int):
+def test_bucket_bounds_minimize_padding(lengths: list[int], most: int, worth: int):
     sizes = sorted({padded(n) for n in lengths})
     choices = [c for k in range(1, most + 1) for c in combinations(sizes, k)]
     found = bounds(lengths, most, worth)
@@ -51,7 +51,7 @@ def test_no_choice_of_lengths_pads_less(lengths: list[int], most: int, worth: in
     st.booleans(),
     st.sampled_from([None, Grain(unit=1, recent=16), Grain(unit=32, recent=0)]),
 )
-def test_every_row_comes_in_once(
+def test_waves_contain_every_row_once(
     lengths: list[int], head: int, several: int, done: set[int], shares: bool, grain: Grain | None
 ):
     rows = requests(lengths, head, head // 2, 40)
@@ -72,7 +72,7 @@ def test_every_row_comes_in_once(
     assert sorted(seen) == [r.line for r in rows if r.line not in done]
 
 
-def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
+def test_prefix_is_shared_only_if_it_saves_padded_tokens():
     (bucket,) = arrange(requests([120] * 9, 100), True)
     assert [len(g.members) for g in bucket.shared] == [9] and (bucket.first, bucket.tails) == (112, (32,))
     assert bucket.saved == 800
@@ -85,18 +85,18 @@ def test_a_beginning_is_prefilled_once_where_it_saves_padded_tokens():
     assert not bucket.shared
 
 
-def test_a_long_tail_does_not_lengthen_all_the_others():
+def test_long_tail_does_not_pad_other_rows():
     rows = requests([120] * 20 + [400], 100)
     (bucket,) = arrange(rows, True)
     assert bucket.tails == (32,) and len(bucket.shared[0].members) == 20
 
 
-def test_a_short_tail_that_no_two_rows_have_hides_no_longer_one():
+def test_short_tail_joins_group_of_longer_tails():
     (bucket,) = arrange(requests([105] + [120] * 8, 100), True)
     assert bucket.tails == (32,) and len(bucket.shared[0].members) == 9
 
 
-def test_rows_of_like_lengths_are_prefilled_together():
+def test_waves_group_rows_of_similar_length():
     (bucket,) = arrange(requests(np.random.default_rng(0).integers(16, 257, 200).tolist()), False)
     made = list(waves(bucket, 4, ()))
     assert all(len(t) <= w.length for w in made for t in w.tails) and len({w.length for w in made}) > 1
@@ -107,9 +107,7 @@ def test_rows_of_like_lengths_are_prefilled_together():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(8, 120), st.integers(0, 3), st.sampled_from([1, 16, 32]), st.sampled_from([0, 16, 40]))
-def test_beginnings_that_are_held_once_end_at_a_border_of_units_that_all_their_rows_have(
-    head: int, more: int, unit: int, recent: int
-):
+def test_shared_prefix_ends_at_unit_boundary(head: int, more: int, unit: int, recent: int):
     """As the tokens of a whole prompt enter a tier: those before the newest `recent`, in whole units."""
     rows = requests([*[head + 3 + i for i in range(MANY + more)], 30, 31], head)
     for bucket in arrange(rows, True, Grain(unit=unit, recent=recent)):
@@ -120,7 +118,7 @@ def test_beginnings_that_are_held_once_end_at_a_border_of_units_that_all_their_r
             assert len({tuple(bucket.rows[i].tokens[: g.length]) for i in g.members}) == 1
 
 
-def test_a_beginning_of_few_rows_or_tokens_is_copied():
+def test_short_or_rare_prefix_is_copied():
     kinds = {}
     for n, head in ((MANY, 100), (MANY - 1, 100), (MANY, LONG - 1)):
         (bucket,) = arrange(requests([120] * n, head), True, Grain(unit=1, recent=16))

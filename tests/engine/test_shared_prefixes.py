@@ -15,7 +15,7 @@ def saved(found: list[Group]) -> int:
     return sum(g.saved for g in found)
 
 
-def test_a_deep_prefix_forks_if_it_saves_more_than_it_repeats():
+def test_deep_prefix_forks_if_it_saves_more():
     """c = 100 tokens with two requests of its own and g = 200 more tokens with three: 700 saved, 400 without g."""
     c, g = list(range(100)), list(range(1000, 1200))
     prompts = [np.array(x) for x in ([*c, 1, 1], [*c, 2, 2], [*c, *g, 3], [*c, *g, 4], [*c, *g, 5])]
@@ -24,12 +24,12 @@ def test_a_deep_prefix_forks_if_it_saves_more_than_it_repeats():
     assert saved(groups([*prompts[:2], np.array([*c, *g[:50], 3]), np.array([*c, *g[:50], 4])])) == 300  # 50 < 100
 
 
-def test_prompts_with_nothing_in_common_have_no_group():
+def test_disjoint_prompts_form_no_group():
     assert groups([np.array([i, 1, 2, 3]) for i in range(5)]) == []
     assert groups([]) == groups([np.array([1, 2, 3])]) == []
 
 
-def test_equal_prompts_keep_their_last_token():
+def test_equal_prompts_keep_last_token():
     assert groups([np.array([1, 2, 3])] * 3) == [Group(2, (0, 1, 2))]
 
 
@@ -57,7 +57,7 @@ def brute(prompts: list[list[int]], least: int) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 3))
-def test_no_division_into_groups_saves_more(prompts: list[list[int]], least: int):
+def test_groups_save_maximal_tokens(prompts: list[list[int]], least: int):
     found = groups([np.array(p) for p in prompts], least)
     assert saved(found) == brute(prompts, least)
     members = [i for g in found for i in g.members]

@@ -111,7 +111,7 @@ def goes_on(params: Any, cache: str, aside: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", rig.COMMON, ids=str)
-def test_rows_of_every_common_cache_go_on_bit_for_bit(case: rig.Case, tmp_path: Path):
+def test_suspended_rows_resume_bit_for_bit(case: rig.Case, tmp_path: Path):
     goes_on(case.params, case.tight, tmp_path / "aside")
 
 
@@ -120,12 +120,12 @@ PLACED = ["int4 | quest(pages=2, host='all')", "int4 | quest(pages=2, host='all'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["int4", *PLACED])
-def test_rows_go_on_wherever_their_codes_lie(cache: str, tmp_path: Path):
+def test_rows_resume_with_device_host_and_disk_codes(cache: str, tmp_path: Path):
     goes_on(PARAMS, cache.format(disk=str(tmp_path / "disk")), tmp_path / "aside")
 
 
 @pytest.mark.slow
-def test_blocks_that_recur_go_on(tmp_path: Path):
+def test_recurrent_rows_resume_bit_for_bit(tmp_path: Path):
     goes_on(rig.HYBRID, "full", tmp_path / "aside")
 
 
@@ -177,7 +177,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     return written(task)
 
 
-def test_a_job_that_stops_after_every_block_reads_no_prompt_twice(tmp_path: Path, whole: Any):
+def test_job_stopped_every_block_prefills_each_prompt_once(tmp_path: Path, whole: Any):
     task, reports = job(tmp_path), []
     while not reports or reports[-1].stopped:
         reports.append(run(task, after(1), nothing))
@@ -191,7 +191,7 @@ def test_a_job_that_stops_after_every_block_reads_no_prompt_twice(tmp_path: Path
     assert "resumed      2 rows" in str(reports[1]) and "suspended" not in str(reports[-1])
 
 
-def test_tokens_of_an_earlier_run_are_not_this_ones_speed(tmp_path: Path, whole: Any):
+def test_speed_excludes_tokens_of_earlier_run(tmp_path: Path, whole: Any):
     task = job(tmp_path)
     first, second = run(task, after(1), nothing), run(task, never, nothing)
     made = [round(x.tokens_per_s * x.seconds) for x in (first, second)]
@@ -199,7 +199,7 @@ def test_tokens_of_an_earlier_run_are_not_this_ones_speed(tmp_path: Path, whole:
     assert made[0] == 0 and abs(made[1] - (second.tokens_new - 2 * task.config.steps)) <= 2, made
 
 
-def test_a_record_stays_until_its_row_has_a_result(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch):
+def test_record_stays_until_row_is_written(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch):
     """A run that is killed after it has taken the records loses none of them."""
     task = job(tmp_path)
     run(task, after(1), nothing)
@@ -217,7 +217,7 @@ def test_a_record_stays_until_its_row_has_a_result(tmp_path: Path, whole: Any, m
     assert run(task, never, nothing).resumed == 2 and written(task) == whole and not aside(task).exists()
 
 
-def test_records_go_with_their_rows_whatever_the_lines(tmp_path: Path, whole: Any):
+def test_records_follow_reordered_rows(tmp_path: Path, whole: Any):
     task = job(tmp_path)
     run(task, after(1), nothing)
     asked = [json.loads(x) | {"seed": i} for i, x in enumerate(task.source.read_text().splitlines(), 1)]
@@ -226,9 +226,7 @@ def test_records_go_with_their_rows_whatever_the_lines(tmp_path: Path, whole: An
     assert report.resumed == 2 and [got[6 - i] for i in range(1, 6)] == [whole[i] for i in range(1, 6)]
 
 
-def test_a_row_whose_batch_has_other_lengths_by_now_begins_anew(
-    tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
-):
+def test_row_restarts_if_bucket_length_changes(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]):
     """A line more asks for more tokens than the others, so all caches of the bucket have more slots."""
     task = job(tmp_path)
     run(task, after(1), nothing)
@@ -270,7 +268,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_record_that_is_none_of_the_rows_is_said_and_its_row_begins_anew(
+def test_damaged_or_foreign_record_restarts_row(
     tmp_path: Path, whole: Any, kind: str, capsys: pytest.CaptureFixture[str]
 ):
     task = job(tmp_path)
@@ -286,7 +284,7 @@ def test_a_record_that_is_none_of_the_rows_is_said_and_its_row_begins_anew(
     assert (report.resumed, report.done) == (1, 5) and written(task) == whole and not aside(task).exists()
 
 
-def test_a_full_disk_keeps_what_it_can(
+def test_full_disk_suspends_as_many_rows_as_fit(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It is told once, when the second record is written: the row that took less; or no record would leave as much free
@@ -318,7 +316,7 @@ def test_a_full_disk_keeps_what_it_can(
 
 @pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("cache", ["full", pytest.param("int4", marks=pytest.mark.slow)])
-def test_rows_whose_beginning_is_held_once_go_on(
+def test_suspended_shared_prefix_rows_resume(
     tmp_path: Path, cache: str, draws: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
     """The beginning is read again; where it is a shorter one by then, what a row held behind it is of no use."""
@@ -349,14 +347,14 @@ def test_rows_whose_beginning_is_held_once_go_on(
 
 
 @pytest.mark.parametrize("draft", ["suffix"])
-def test_a_job_with_drafts_goes_on_without_them_and_in_another_batch(tmp_path: Path, whole: Any, draft: str):
+def test_drafted_job_resumes_without_drafts(tmp_path: Path, whole: Any, draft: str):
     task = job(tmp_path, drafter=draft, batch=3)
     assert run(task, after(1), nothing).suspended == 3
     assert run(replace(task, drafter=None, batch=2), after(2), nothing).resumed >= 2
     assert run(task, never, nothing).resumed >= 1 and written(task) == whole
 
 
-def test_several_answers_to_a_prompt_go_on_each_by_itself(tmp_path: Path):
+def test_suspended_samples_resume_separately(tmp_path: Path):
     draws = dict(temperature=0.8, top_k=20, n=3, seed=5, max_new_tokens=40)
     once = job(tmp_path, asked=[{"tokens": prompts(1)[0]} | draws], batch=3, out=tmp_path / "once")
     run(once, never, nothing)
@@ -366,7 +364,7 @@ def test_several_answers_to_a_prompt_go_on_each_by_itself(tmp_path: Path):
     assert (report.resumed, report.prefilled) == (3, 0) and written(task) == written(once)
 
 
-def test_where_rows_cannot_be_suspended_they_begin_anew(tmp_path: Path, whole: Any):
+def test_rows_restart_where_suspend_is_unsupported(tmp_path: Path, whole: Any):
     """On a mesh, and where the output is in an object store; nothing is written beside the rows."""
     stores.install(tmp_path / "store")
     assert output(epath.Path("gs://bucket/out")).aside(0, 1) is None

@@ -16,7 +16,7 @@ IDS = np.stack([PROMPT[0, -LENGTHS[1] :], PROMPT[1, -LENGTHS[1] :]])
 
 
 @pytest.mark.slow
-def test_what_quest_reads_of_the_first_layer_is_what_its_bounds_promise():
+def test_quest_recall_matches_page_bounds():
     config = methods.parse(f"quest(pages=3, page={PAGE}, dense_layers=0)")
     cache = CacheShape(config, MODEL, 2, LENGTHS[1], N, jnp.float32).empty()
     cache, _ = decode_loop.prefill(PARAMS, cache, jnp.asarray(IDS[:, :PREFIX]), fresh=True)

@@ -31,7 +31,7 @@ from support.speaking import TINY, byte_tokenizer
 PARAMS = replace(jkv.models.random(TINY | dict(num_hidden_layers=2), 0, jnp.float32), tokenizer=byte_tokenizer())
 
 
-def test_documents_are_all_there_before_the_first_prompt_that_counts():
+def test_documents_all_appear_before_measured_prompts():
     bed = documents(PARAMS, 3, 120, seed=1)
     passages = ChunkCache("pie")
     for x in bed:
@@ -46,7 +46,7 @@ def test_documents_are_all_there_before_the_first_prompt_that_counts():
         assert "The lighthouse keeper of" in PARAMS.tokenizer.decode(x.ids)
 
 
-def test_edited_texts_are_found_again_but_for_their_edits():
+def test_edited_texts_match_except_edits():
     bed = edits(PARAMS, 3, 96, seed=0)
     assert [x.edits for x in bed] == [1, 4, 8]
     for x in bed:
@@ -59,7 +59,7 @@ def test_edited_texts_are_found_again_but_for_their_edits():
         assert len(x.ids) - x.edits * (16 + 5) <= held < len(x.ids)
 
 
-def test_edits_are_at_places_of_their_own(monkeypatch):
+def test_edits_are_at_distinct_positions(monkeypatch):
     monkeypatch.setattr(corpora, "windows", lambda ids, width, n, seed: np.tile(np.arange(width), (n, 1)))
     for x in edits(PARAMS, 6, 64, seed=0):  # up to 8 of 9 places
         old = list(range(EACH * 64))
@@ -85,7 +85,7 @@ def test_rows_are_paired_by_prompt():
     assert alone["samples"] == 1 and alone["kl"] is alone["less"] is alone["fewer"] is None
 
 
-def test_a_store_of_beginnings_is_counted_by_whole_blocks():
+def test_prefix_reuse_counts_whole_blocks():
     nothing = lambda passages: None  # noqa: E731
     bed = Bed([ReusePrompt([1] * n, [], nothing, counts=n > 130) for n in (130, 200, 100, 260)], shared=True)
     assert prefix_tokens(bed) == (200 - 128) + (260 - 192)
@@ -93,7 +93,7 @@ def test_a_store_of_beginnings_is_counted_by_whole_blocks():
 
 
 @pytest.mark.slow
-def test_all_tokens_read_again_cost_nothing_and_none_cost_something():
+def test_full_recomputation_loses_nothing():
     bed = documents(PARAMS, 2, 64, seed=0)
     configs = [parse(x) for x in ("full", "int4", "snapkv(budget=48, window=8)")]
     ways = ["pie", "cacheblend(ratio=1.0, check=0)", "cachecraft"]

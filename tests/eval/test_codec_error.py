@@ -53,7 +53,7 @@ def dense(text: str, ids: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["kivi(group=16)", "nsnquant(window=16)"])
-def test_one_pass_measures_attention_to_what_is_stored(text: str):
+def test_one_pass_matches_dense_model_with_codec(text: str):
     got = Codecs(PARAMS, IDS, PREFIX)(parse(text))
     for i, row in enumerate(IDS):
         full, own = (dense(x, row)[PREFIX - 1 : -1] for x in ("full", text))
@@ -65,13 +65,13 @@ def test_one_pass_measures_attention_to_what_is_stored(text: str):
     np.testing.assert_allclose(got["bits"], [(32 + 96 * x) / 97 for x in rates], atol=1e-3)  # one of 97 is exact
 
 
-def test_the_full_cache_costs_nothing():
+def test_full_cache_has_no_codec_error():
     got = Codecs(PARAMS, IDS, PREFIX)(parse("full"))
     assert got["kl"] < 1e-6 and got["agree"] == 1 and got["bits"] == [32.0, 32.0]
 
 
 @pytest.mark.slow
-def test_layers_are_coded_one_by_one():
+def test_layer_error_is_cost_of_layer_alone():
     """What is said of a layer is what it costs if all others are spared; together they cost about as much as all."""
     beside = Codecs(PARAMS, IDS[:1], PREFIX)
     found = beside.by_layer(parse("int4"))
@@ -88,7 +88,7 @@ def test_layers_are_coded_one_by_one():
 
 
 @pytest.mark.slow
-def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):
+def test_outlying_layer_is_found_in_one_pass(monkeypatch):
     ids = IDS[:, :96] % models.TINY["vocab_size"]
     same, bad = (Codecs(planted(size), ids, PREFIX) for size in (1, 100))
     np.testing.assert_allclose(bad.full[0], same.full[0], atol=1e-4)
@@ -107,7 +107,7 @@ def test_the_layer_that_stands_out_is_found_in_one_pass(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_a_codec_and_the_next_run_goes_on(tmp_path, monkeypatch):
+def test_eval_codecs_writes_row_per_codec_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     tokens, out = tmp_path / "tokens.npz", tmp_path / "found.json"
     np.savez(tokens, IDS[:, :96])

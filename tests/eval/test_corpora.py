@@ -35,7 +35,7 @@ def test_pydoc_is_english_prose():
     assert sum(word.lower() in {"the", "a", "is", "of", "to"} for word in words) > 0.1 * len(words)
 
 
-def test_pydoc_drops_what_is_not_prose():
+def test_pydoc_drops_non_prose():
     topic = (
         "A title\n*******\n\nThe *first* sentence of the text is\na **plain** one, says the manual. [1]\n\n"
         "   x ::= y | z and the rest of it is code here.\n\n1. An item of a list is kept without its number here.\n\n"
@@ -48,7 +48,7 @@ def test_pydoc_drops_what_is_not_prose():
     ]
 
 
-def test_stdlib_is_its_sources_in_order():
+def test_stdlib_has_sources_in_order():
     found = corpora.documents("stdlib")
     root = Path(sysconfig.get_paths()["stdlib"])
     for module in ("abc.py", "asyncio/events.py", "json/decoder.py"):
@@ -63,12 +63,12 @@ def test_stdlib_is_its_sources_in_order():
     assert found == corpora.documents("stdlib") and len(found) > 300
 
 
-def test_a_caller_cannot_change_a_corpus():
+def test_corpus_cannot_be_modified_by_caller():
     corpora.documents("pydoc").clear()
     assert corpora.documents("pydoc")
 
 
-def test_a_users_file(tmp_path):
+def test_user_file_is_read(tmp_path):
     file = tmp_path / "own.txt"
     file.write_text("One\nline.\n\n  \nTwo é.\n\n", "utf-8")
     assert corpora.text(str(file)) == "One\nline.\n\n  \nTwo é.\n\n"
@@ -79,7 +79,7 @@ def test_a_users_file(tmp_path):
     "content, message",
     [(b"\xff\xfe\xfa", "is not UTF-8 text.*iconv"), (b" \n ", "has no text"), (None, "there is no corpus or file")],
 )
-def test_files_that_are_no_text(tmp_path, content, message):
+def test_non_text_files_are_refused(tmp_path, content, message):
     file = tmp_path / "own.txt"
     if content is not None:
         file.write_bytes(content)
@@ -87,7 +87,7 @@ def test_files_that_are_no_text(tmp_path, content, message):
         corpora.text(str(file))
 
 
-def test_names_that_are_none(tmp_path):
+def test_unknown_corpus_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'pydok'; did you mean pydoc"):
         corpora.text("pydok")
     with pytest.raises(ValueError, match="names are: pydoc, stdlib, wikitext"):
@@ -101,7 +101,7 @@ def test_names_that_are_none(tmp_path):
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32))
-def test_windows_do_not_overlap_and_spread(n, length, samples, seed):
+def test_windows_are_disjoint_and_spread(n, length, samples, seed):
     assume(samples * length <= n)
     got = corpora.windows(range(n), length, samples, seed)
     assert got.shape == (samples, length) and got.dtype == np.int32
@@ -113,12 +113,12 @@ def test_windows_do_not_overlap_and_spread(n, length, samples, seed):
     assert (got == corpora.windows(list(range(n)), length, samples, seed)).all()
 
 
-def test_windows_depend_on_the_seed():
+def test_windows_depend_on_seed():
     first, second = (corpora.windows(range(10_000), 10, 5, seed) for seed in (0, 1))
     assert (first != second).any()
 
 
-def test_windows_that_do_not_fit():
+def test_windows_beyond_corpus_are_refused():
     with pytest.raises(ValueError, match="the corpus has 9 tokens, one window takes 10"):
         corpora.windows(range(9), 10, 1)
     with pytest.raises(ValueError, match="the corpus has 29 tokens, room for 2 windows of 10 and not for 3"):
@@ -129,7 +129,7 @@ def test_windows_that_do_not_fit():
             corpora.windows(range(9), *wrong)
 
 
-def test_token_files(tmp_path):
+def test_token_file_is_read(tmp_path):
     ids = np.arange(12, dtype=np.int32).reshape(3, 4)
     np.savez_compressed(tmp_path / "good.npz", anything=ids)
     got = corpora.tokens(tmp_path / "good.npz", vocab=12, width=4)
@@ -153,7 +153,7 @@ def test_token_files(tmp_path):
         ({"a": np.array([[{}]], object)}, "allow_pickle=False"),
     ],
 )
-def test_token_files_that_are_wrong(tmp_path, arrays, message):
+def test_invalid_token_arrays_are_refused(tmp_path, arrays, message):
     file = tmp_path / "ids.npz"
     np.savez(file, **arrays)
     with pytest.raises(ValueError, match=message) as caught:
@@ -161,7 +161,7 @@ def test_token_files_that_are_wrong(tmp_path, arrays, message):
     assert str(file) in str(caught.value)
 
 
-def test_files_that_hold_no_tokens(tmp_path):
+def test_unreadable_token_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no token file .*missing.npz; make one"):
         corpora.tokens(tmp_path / "missing.npz", vocab=10)
     array = np.zeros((1, 2), np.int32)
@@ -179,7 +179,7 @@ def test_files_that_hold_no_tokens(tmp_path):
             corpora.tokens(tmp_path / name, vocab=5000)
 
 
-def test_split_is_by_hash_and_never_overlaps(tmp_path):
+def test_split_is_by_hash_and_disjoint(tmp_path):
     train, test = corpora.split("stdlib")
     assert not set(train) & set(test) and sorted(train + test) == sorted(corpora.documents("stdlib"))
     assert 0.04 < len(test) / len(train + test) < 0.2
@@ -198,7 +198,7 @@ def test_split_is_by_hash_and_never_overlaps(tmp_path):
     assert set(test) <= set(corpora.split(str(file), 0.3)[1])
 
 
-def test_split_of_nothing(tmp_path):
+def test_empty_split_is_refused(tmp_path):
     (tmp_path / "own.txt").write_text("One paragraph.")
     with pytest.raises(ValueError, match="1 documents leave nothing to .* on at share=0.1; give another share"):
         corpora.split(str(tmp_path / "own.txt"))
@@ -208,11 +208,11 @@ def test_split_of_nothing(tmp_path):
 
 
 @given(st.text())
-def test_sentences_join_to_the_text(text):
+def test_sentences_join_to_text(text):
     assert "".join(corpora.sentences(text)) == text
 
 
-def test_sentences_end_before_a_capital():
+def test_sentences_end_before_capital():
     text = 'Use f(x), e.g. this. Then "stop"! What is 1.5? ok.\n\nNew one.'
     assert list(corpora.sentences(text)) == [
         "Use f(x), e.g. this. ",
@@ -222,7 +222,7 @@ def test_sentences_end_before_a_capital():
     ]
 
 
-def test_hub_datasets_need_a_package(monkeypatch):
+def test_hub_datasets_need_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("wikitext", "pg19", "longbench", "gsm8k", "scbench"):
         with pytest.raises(FetchError, match=rf"{name} is a dataset on a hub.*pip install -e '\.\[datasets\]'.*pydoc"):
@@ -243,19 +243,19 @@ def fake(monkeypatch, parts):
     return calls
 
 
-def test_hub_datasets_are_streamed_from_the_test_split(monkeypatch):
+def test_hub_datasets_are_streamed_from_test_split(monkeypatch):
     calls = fake(monkeypatch, {"train": [{"text": "no"}], "test": [{"text": "one"}, {"text": " "}, {"text": "two"}]})
     assert corpora.documents("pg19") == ["one", "two"]
     assert corpora.text("pg19") == "one\n\ntwo"
     assert calls == [("emozilla/pg19", None, True)]
 
 
-def test_hub_datasets_of_one_split(monkeypatch):
+def test_single_split_hub_dataset_is_read(monkeypatch):
     fake(monkeypatch, {"train": [{"context": "long"}]})
     assert corpora.documents("longbench") == ["long"]
 
 
-def test_wikitext_comes_as_articles(monkeypatch):
+def test_wikitext_is_split_into_articles(monkeypatch):
     rows = ["", " = A title = \n", " Text .\n", " = = A part = = \n", " More .\n", "", " = Another = \n", " End .\n"]
     fake(monkeypatch, {"test": [{"text": row} for row in rows]})
     assert corpora.documents("wikitext") == [
@@ -264,7 +264,7 @@ def test_wikitext_comes_as_articles(monkeypatch):
     ]
 
 
-def test_a_hub_that_fails_is_named(monkeypatch):
+def test_hub_failure_names_dataset(monkeypatch):
     fake(monkeypatch, ConnectionError("no route\nto host"))
     with pytest.raises(FetchError, match=r"cannot get gsm8k \(openai/gsm8k\).*ConnectionError: no route\).*pydoc"):
         corpora.text("gsm8k")

@@ -50,7 +50,7 @@ def ppl(tokens, *more, code=0):
 
 
 @pytest.mark.slow
-def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
+def test_ppl_writes_row_per_cache(tokens, tmp_path):
     out = tmp_path / "ppl.json"
     done = ppl(tokens, "--cache", "full", "--cache", OWN, "--json", out)
     found = json.loads(out.read_text())
@@ -62,7 +62,7 @@ def test_perplexity_writes_a_row_a_cache(tokens, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_endless_text_beside_the_last_of_it(tmp_path):
+def test_endless_text_is_compared_with_fresh_cache(tmp_path):
     ids, out = np.random.default_rng(0).integers(0, 256, 1200).astype(np.int32), tmp_path / "endless.json"
     path, cache = tmp_path / "tokens.npz", "streaming(budget=40)"
     np.savez(path, ids[None])
@@ -87,7 +87,7 @@ def test_an_endless_text_beside_the_last_of_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
+def test_full_cache_recovers_all_attention(tokens, tmp_path):
     out, given = tmp_path / "attention.json", ("attention", "--tokens", tokens, "--prefix", 92, "--continue", 4)
     run(*given, "--spared", 1, "--json", out)
     (row,) = json.loads(out.read_text())["rows"]
@@ -97,7 +97,7 @@ def test_the_full_cache_reads_all_of_the_attention(tokens, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
+def test_interrupted_run_resumes(tokens, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "ppl.json", quality.perplexity, []
 
     def measured(params, config, texts):
@@ -116,7 +116,7 @@ def test_a_run_goes_on_where_it_was_stopped(tokens, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_what_was_measured_and_a_rerun_goes_on(tokens, tmp_path, monkeypatch):
+def test_full_disk_keeps_rows_and_rerun_resumes(tokens, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "ppl.json", os.replace, []
 
     def full(*args):
@@ -138,7 +138,7 @@ def test_a_full_disk_keeps_what_was_measured_and_a_rerun_goes_on(tokens, tmp_pat
     assert measured == [OWN] and len(json.loads(out.read_text())["rows"]) == 2
 
 
-def test_a_missing_dataset_is_one_clear_line(monkeypatch, tmp_path):
+def test_missing_datasets_package_is_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("wikitext", "scbench"):
         done = run("ppl", "--corpus", name, "--json", tmp_path / "out.json", code=1)
@@ -148,7 +148,7 @@ def test_a_missing_dataset_is_one_clear_line(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_fidelity_by_layer_and_its_pictures(tokens, tmp_path):
+def test_fidelity_by_layer_is_reported_and_plotted(tokens, tmp_path):
     out = tmp_path / "fid.json"
     args = ("--tokens", tokens, "--prefix", 64, "--continue", 32, "--cache", OWN, "--layers", "--json", out)
     assert "spare layers" in run("fidelity", *args).stdout
@@ -180,7 +180,7 @@ def test_tasks_of_all_kinds_run(tmp_path):
     assert "unseen reused" in shown and f"{told['kept']:.3f} of {told['context']:,}" in shown
 
 
-def test_the_catalogue_takes_its_shares_of_what_is_compressed(monkeypatch):
+def test_catalogue_budgets_follow_compressed_context(monkeypatch):
     """A session's context is a part of its length: half of the tokens are half of those."""
     asked = []
     monkeypatch.setattr(experiments, "catalogue", lambda length, params: asked.append(length) or [OWN])
@@ -214,7 +214,7 @@ def saved(path, *arrays, **named):
         (("report", "*.json"), "no rows yet"),
     ],
 )
-def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
+def test_invalid_input_is_one_line_error(args, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(*args, code=1)
     assert why in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
@@ -227,7 +227,7 @@ def test_bad_input_is_one_clear_line(args, why, tmp_path, monkeypatch):
         ("ruler", "--tasks", "vt", "--kvpress", "~/file"),
     ],
 )
-def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, monkeypatch):
+def test_output_path_is_checked_before_loading_model(args, tmp_path, monkeypatch):
     row = {"context": "a", "question": "b", "answer_prefix": "", "answer": ["c"], "task": "vt", "max_new_tokens": 1}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     (tmp_path / "file").write_text("a text")
@@ -239,7 +239,7 @@ def test_where_an_output_goes_is_tried_before_a_model_is_loaded(args, tmp_path, 
 
 
 @pytest.mark.parametrize("older, code", [({"said": ["x" * 120, "y"]}, 1), ({"context": None}, 1), ({}, 0)])
-def test_answers_that_were_cut_are_not_published(older, code, tmp_path, monkeypatch):
+def test_truncated_answers_are_not_published(older, code, tmp_path, monkeypatch):
     sizes = {"kept": 1.0, "context": 9, "bytes": 1, "bytes_full": 2}
     row = {"cache": "full", "question": "seen", "task": "ruler/vt", "score": 1.0, "said": ["x" * 121, "y" * 120]}
     row = {name: x for name, x in (row | sizes | older).items() if x is not None}
@@ -266,18 +266,18 @@ def test_answers_that_were_cut_are_not_published(older, code, tmp_path, monkeypa
         (np.zeros(96, np.int32), "96"),
     ],
 )
-def test_a_wrong_token_file_is_refused(array, why, tmp_path):
+def test_invalid_token_file_is_refused(array, why, tmp_path):
     done = ppl(saved(tmp_path / "bad.npz", array), "--json", tmp_path / "out.json", code=1)
     assert why in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "out.json").exists()
 
 
-def test_questions_need_a_tokenizer(monkeypatch):
+def test_questions_need_tokenizer(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: models.random(TINY))
     assert "tokenizer" in run("ruler", code=1).stderr
     assert "--tokens FILE.npz" in run("ppl", "--prefix", 64, "--continue", 8, code=1).stderr
 
 
-def test_a_model_without_a_template_is_asked_in_plain_text(monkeypatch, tmp_path):
+def test_model_without_template_gets_plain_text(monkeypatch, tmp_path):
     bare = replace(PARAMS, tokenizer=byte_tokenizer(None))
     monkeypatch.setattr(loading, "load", lambda *_: bare)
     out = tmp_path / "out.json"

@@ -72,7 +72,7 @@ def backend(cache: str = CACHE, **more) -> harness.Backend:
     return harness.Backend(TEXTS, jkv.parse(cache), **given)
 
 
-def test_an_empty_context_of_a_model_that_has_no_token_for_it_is_refused():
+def test_empty_context_without_bos_or_eos_is_refused():
     class Endless(Words):
         bos_id, eos_ids = None, ()
 
@@ -82,7 +82,7 @@ def test_an_empty_context_of_a_model_that_has_no_token_for_it_is_refused():
         lm.loglikelihood([request("", " w7 w8")])
 
 
-def test_answers_are_those_of_score_and_each_context_is_read_once():
+def test_loglikelihood_equals_score_and_reads_contexts_once():
     lm = backend()
     asked = [request(c, f" {words(n)} ") for c in CONTEXTS for n in (1, 3)] + [request("", " w7 w8")]
     got = lm.loglikelihood([*asked, request(" \n", "w7 w8")])
@@ -95,7 +95,7 @@ def test_answers_are_those_of_score_and_each_context_is_read_once():
     assert receipt.kept == 24 + 24 + 8 + 1 and receipt.used
 
 
-def test_a_task_within_the_budget_is_flagged():
+def test_task_within_budget_is_flagged():
     lm = backend()
     lm.loglikelihood([request(CONTEXTS[2], " w3", task="short"), request(CONTEXTS[0], " w3", task="long")])
     said = {name: harness._said(own) for name, own in lm.receipts.items()}
@@ -104,7 +104,7 @@ def test_a_task_within_the_budget_is_flagged():
     assert lm.receipts["short"].touched == 1  # what was evicted is of the answer
 
 
-def test_a_question_that_is_not_seen_is_read_after_the_compression():
+def test_unseen_question_is_read_after_compression():
     context, question = CONTEXTS[0], " w5 w5 w9 w11"
     seen, unseen = backend(), backend(question="unseen")
     asked = [request(context + question, " w7 w8"), request(context + question, " w9")]
@@ -121,7 +121,7 @@ def test_a_question_that_is_not_seen_is_read_after_the_compression():
         unseen.loglikelihood([request(context, " w7")])
 
 
-def test_whole_texts_are_scored_in_the_harness_windows():
+def test_rolling_loglikelihood_uses_harness_windows():
     utils = pytest.importorskip("lm_eval.utils")
     small = replace(TEXTS, config=replace(TEXTS.config, context=40))
     lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
@@ -140,7 +140,7 @@ class Joined(Words):
         return [3 + ord(x[0]) % 80 + 9 * len(x) for x in re.findall("aa|bb|.", text)]
 
 
-def test_what_has_no_token_of_its_own_is_never_certain():
+def test_continuation_spanning_token_is_scored_alone():
     """Where one token spans the border the continuation is scored by itself, and one without a token is refused."""
     params = replace(TEXTS, tokenizer=Joined())
     lm = harness.Backend(params, jkv.parse("full"), 2, None, "seen", "")
@@ -156,7 +156,7 @@ def test_what_has_no_token_of_its_own_is_never_certain():
         assert got == pytest.approx(whole([token], own("b")), abs=1e-4)
 
 
-def test_texts_are_generated_up_to_a_stop_text():
+def test_generate_until_equals_generate():
     lm = backend()
     way = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.7}
     got = lm.generate_until([request(c, way) for c in CONTEXTS])
@@ -166,7 +166,7 @@ def test_texts_are_generated_up_to_a_stop_text():
         lm.generate_until([request(CONTEXTS[0], {"beams": 4})])
 
 
-def test_a_context_that_is_too_long_loses_its_beginning_and_that_is_said():
+def test_overlong_context_is_left_truncated_and_counted():
     small = replace(TEXTS, config=replace(TEXTS.config, context=50))
     lm = harness.Backend(small, jkv.parse("full"), 2, None, "seen", "")
     got = lm.loglikelihood([request(CONTEXTS[0], " w7 w8"), request(CONTEXTS[0], " w9 w8")])
@@ -174,7 +174,7 @@ def test_a_context_that_is_too_long_loses_its_beginning_and_that_is_said():
     assert got[0][0] == pytest.approx(want, abs=1e-3) and lm.receipts["t"].truncated == 1
 
 
-def test_what_cannot_be_is_refused_before_anything_runs(monkeypatch):
+def test_invalid_harness_arguments_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="no tokenizer"):
         harness.harness(PARAMS)
     with pytest.raises(ValueError, match="question='both': seen or unseen"):
@@ -229,7 +229,7 @@ def tasks(tmp_path_factory):
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
-def test_the_full_cache_answers_as_the_harness_with_transformers(tasks, tmp_path, monkeypatch):
+def test_full_cache_matches_transformers_in_harness(tasks, tmp_path, monkeypatch):
     """Equal log-likelihoods to 1e-3 on the same weights; compressed caches say that they were used."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

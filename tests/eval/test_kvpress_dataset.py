@@ -46,7 +46,7 @@ SAID = [  # by kvpress 0.5.5's calculate_metrics of each data set
 
 
 @pytest.mark.parametrize("task, said, answers, percent", SAID)
-def test_scores_are_those_of_kvpress(task, said, answers, percent):
+def test_scores_match_kvpress(task, said, answers, percent):
     row = DatasetRow("", "", "", task, 1, tuple(answers), CLASSES)
     assert round(100 * row.score(said), 2) == percent
 
@@ -63,23 +63,23 @@ def written(path, rows):
     return path
 
 
-def test_rows_are_the_same_from_every_kind_of_file_and_from_a_folder(tmp_path):
+def test_rows_are_equal_across_file_formats(tmp_path):
     found = [read(written(tmp_path / f"x.{kind}", [VT, QA])) for kind in ("jsonl", "json", "csv")]
     assert found[0] == found[1] == found[2] and [row.answers for row in found[0]] == [("X1", "Y2"), ("Paris",)]
     assert len(read(tmp_path)) == 6 and read(written(tmp_path / "one.jsonl", [LONG]))[0].suite == "longbench"
 
 
 @pytest.mark.parametrize("answer", ['["X1","Y2"]', '["X1", "Y2"]', "['X1', 'Y2']", '[ "X1", "\\u00592" ]'])
-def test_lists_in_csv_are_json_or_what_python_writes(answer, tmp_path):
+def test_csv_lists_are_json_or_python_literals(answer, tmp_path):
     assert read(written(tmp_path / "x.csv", [VT | {"answer": answer}]))[0].answers == ("X1", "Y2")
 
 
-def test_a_negative_number_of_rows_is_refused():
+def test_negative_sample_count_is_refused():
     with pytest.raises(ValueError, match="samples=-1: rows of a task, 1 or more, or 0 for all"):
         kvpress_dataset.first([kvpress_dataset._asked(VT, "")], -1, [])
 
 
-def test_rows_of_parquet(tmp_path):
+def test_parquet_rows_equal_jsonl_rows(tmp_path):
     from pyarrow import Table, parquet
 
     parquet.write_table(Table.from_pylist([VT, QA]), tmp_path / "x.parquet")
@@ -100,13 +100,13 @@ def test_rows_of_parquet(tmp_path):
         ({"task": "trec", "all_classes": "['a' 'b']"}, "its all_classes is \"['a' 'b']\", and should be texts"),
     ],
 )
-def test_a_row_that_is_no_task_is_named(tmp_path, change, said):
+def test_invalid_row_is_named(tmp_path, change, said):
     with pytest.raises(ValueError) as error:
         read(written(tmp_path / "x.jsonl", [VT, VT | change]))
     assert said in str(error.value) and "x.jsonl, row 1" in str(error.value)
 
 
-def test_what_is_no_file_of_rows_is_said(tmp_path):
+def test_invalid_row_files_are_refused(tmp_path):
     broken = (("a.jsonl", "{", "is no JSONL"), ("c.json", "[]", "no rows"))
     broken += tuple(("b.json", x, "b.json holds a .*, and should hold a list") for x in ("5", "null", '{"rows": [{}]}'))
     for name, text, said in broken:
@@ -118,7 +118,7 @@ def test_what_is_no_file_of_rows_is_said(tmp_path):
         read(tmp_path / "empty")
 
 
-def test_prompts_are_cut_where_kvpress_cuts_them():
+def test_prompts_are_cut_like_kvpress():
     row = DatasetRow(VT["context"], VT["question"], VT["answer_prefix"], "vt", 3, ("x",))
     head, rest = row.ids(PARAMS, None)
     decode = PARAMS.tokenizer.decode
@@ -127,7 +127,7 @@ def test_prompts_are_cut_where_kvpress_cuts_them():
     assert [decode(x) for x in row.ids(plain, 5)] == [" Some", "Which variables? \nThey are"]
 
 
-def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path, monkeypatch):
+def test_kvpress_output_is_written_and_reruns_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     data, out, result = written(tmp_path / "4096.jsonl", [VT, QA, VT]), tmp_path / "out", tmp_path / "x.json"
     written(data.with_name("more.jsonl"), [LONG])
@@ -170,7 +170,7 @@ def test_a_run_is_written_as_kvpress_writes_one_and_twice_is_kept_twice(tmp_path
     assert [row["predicted_answer"] for row in rows] == [text for some in said for text in some]
 
 
-def test_answers_have_the_room_of_their_rows_and_a_file_of_other_rows_is_not_gone_on_with(tmp_path, monkeypatch):
+def test_answers_use_row_limits_and_changed_rows_are_refused(tmp_path, monkeypatch):
     asked = [kvpress_dataset._asked(VT | {"max_new_tokens": new, "question": f"{new}? "}, "") for new in (3, 9, 3)]
 
     def answered(params, config, prompts, new, seen, batch):
@@ -187,7 +187,7 @@ def test_answers_have_the_room_of_their_rows_and_a_file_of_other_rows_is_not_gon
             kvpress_dataset.ask(setting, [replace(asked[0], **change), *asked[1:]], None, [True], str)
 
 
-def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):
+def test_longbench_has_folder_and_number_per_task(tmp_path):
     meta = {"model": "m", "dtype": "float32", "seed": 0, "versions": {}}
     found = Results(None, meta)
     held = {"kept": 0.5, "context": 9, "bytes": 1, "bytes_full": 4}
@@ -202,7 +202,7 @@ def test_longbench_is_a_folder_a_task_with_one_number(tmp_path):
     assert leaderboard.publish(tmp_path, found, {**asked, "longbench/lcc": []}, leaderboard.task_score, **where) == []
 
 
-def test_a_prompt_beyond_the_model_is_refused_before_anything_runs(tmp_path, monkeypatch):
+def test_prompt_beyond_context_is_refused_before_running(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     data = written(tmp_path / "x.jsonl", [VT | {"context": "word " * 900}])
     done = CliRunner().invoke(app, ["eval", "dataset", str(data), "--tasks", "cwe"])

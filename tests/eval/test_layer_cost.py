@@ -18,7 +18,7 @@ SHARE = (IDS.shape[1] - PREFIX) / (IDS.shape[1] - PREFIX - 1)  # of the others' 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [PARAMS, HYBRID], ids=["attention", "hybrid"])
-def test_one_pass_says_what_steps_say(params):
+def test_one_pass_equals_steps(params):
     ids = IDS % params.config.vocab
     alone, steps = LayerTexts(params, ids, PREFIX), Fidelity(params, Texts(ids, PREFIX, frozen=True))
     for text in ("int4", "snapkv(keep=0.25, window=8) | int4"):
@@ -29,7 +29,7 @@ def test_one_pass_says_what_steps_say(params):
 
 
 @pytest.mark.slow
-def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
+def test_single_layer_cost_matches_dense_model():
     alone, other = LayerTexts(PARAMS, IDS, PREFIX), parse("snapkv(keep=0.25, window=16, recent=16) | int4")
     want, said = np.array(sweep(PARAMS, alone.cache(other), IDS)) * SHARE, []
     got = alone.swapped(parse("full(sinks=1)"), other, said.append)
@@ -38,11 +38,11 @@ def test_one_layer_alone_costs_what_a_dense_model_says_that_sees_its_codes():
     assert want.min() > 1e-4 and (want.max() - want.min()) / want.max() > 0.1
 
 
-def test_recent_windows_of_two_lengths_are_refused():
+def test_differing_recent_windows_are_refused():
     with pytest.raises(ValueError, match="recent windows that keep 16 and 8 tokens"):
         LayerTexts(PARAMS, IDS[:1], PREFIX).swapped(parse("full"), parse("snapkv(keep=0.25, window=8, recent=8)"))
 
 
-def test_a_selector_whose_picks_a_pass_would_not_make_is_refused():
+def test_page_selectors_are_refused():
     with pytest.raises(ValueError, match="a pass over many reads whole tiers"):
         LayerTexts(PARAMS, IDS[:1], PREFIX)(parse("quest(page=8, pages=2) | int8"))

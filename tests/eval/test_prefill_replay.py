@@ -43,7 +43,7 @@ def same(a: object, b: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sharing_changes_no_cache(case: Case):
+def test_replayed_prefill_equals_own_prefill(case: Case):
     asked: list[int] = []
     config, rows = methods.parse(case.tight), [row[row >= 0].tolist() for row in PROMPT]
     how = {"params": case.params, "config": config, "rows": rows, "room": STEPS, "cost": Cost()}
@@ -54,7 +54,7 @@ def test_sharing_changes_no_cache(case: Case):
 
 
 @pytest.mark.parametrize("text", ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kvzip(budget=48)"])
-def test_prefills_are_those_of_generation_whatever_is_kept(text: str):
+def test_prefills_equal_generation_at_any_limit(text: str):
     want, one = api.prefill(PARAMS, text, IDS, reserve=10), size(PARAMS, 2, 80)
     for limit, kept in ((0, 0), (one, 1), (2 * one, 2)):
         prefill = Prefills(limit)
@@ -65,7 +65,7 @@ def test_prefills_are_those_of_generation_whatever_is_kept(text: str):
 
 
 @pytest.mark.parametrize("text", ["full", "snapkv(budget=48, window=8)"])
-def test_prefills_of_latents_are_those_of_generation(text: str):
+def test_latent_prefills_equal_generation(text: str):
     """Whose values have another width than their queries."""
     want = api.prefill(LATENT, text, IDS, reserve=10)
     same(Prefills(size(LATENT, 2, 80))(LATENT, methods.parse(text), IDS, 10), want)

@@ -45,7 +45,7 @@ def nll(logits, ids):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_perplexity_of_the_full_cache_is_the_models_own(batch):
+def test_full_cache_perplexity_equals_model(batch):
     found = quality.perplexity(PARAMS, parse("full"), Texts(IDS, PREFIX, batch=batch))
     by_text = nll(plain(IDS), IDS).mean(1)
     np.testing.assert_allclose(found["nll"], by_text.mean(), atol=2e-5)
@@ -54,7 +54,7 @@ def test_perplexity_of_the_full_cache_is_the_models_own(batch):
     assert found["kept"] == 1 and found["bytes_full"] == PREFIX * 2 * 2 * 2 * 16 * 4
 
 
-def test_a_window_counts_for_as_many_steps_as_can_follow():
+def test_usage_counts_only_reachable_window_slots():
     """And not for the whole period of a method that cuts what it generates."""
     config = parse("rpc(window=3, period=1000)")
     cache, _ = jkv.prefill(PARAMS, config, IDS[:, :PREFIX].tolist(), reserve=16)
@@ -63,7 +63,7 @@ def test_a_window_counts_for_as_many_steps_as_can_follow():
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_bytes_are_of_every_prompt_whatever_is_read_beside_it(batch, monkeypatch):
+def test_bytes_are_batch_invariant(batch, monkeypatch):
     config, lengths = parse("snapkv(keep=0.25)"), [200, 60, 120, 60, 330]
 
     def generate(params, config, rows, max_new_tokens):
@@ -78,7 +78,7 @@ def test_bytes_are_of_every_prompt_whatever_is_read_beside_it(batch, monkeypatch
     assert (found.context, found.bytes, found.bytes_full) == (154, sum(alone) // 5, 154 * 2 * 2 * 2 * 16 * 4)
 
 
-def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
+def test_fidelity_is_perfect_for_full_but_not_evicting_cache():
     beside = Fidelity(PARAMS, Texts(IDS, PREFIX, batch=2))
     full, own = (beside(parse(x), layers=True) for x in ("full", "snapkv(budget=48, window=8)"))
     assert abs(full["kl"]) < 1e-6 and full["agree"] == 1 and full["first"] == 90 and full["by_layer"] == [0, 0]
@@ -89,7 +89,7 @@ def test_fidelity_to_itself_is_perfect_and_an_evicting_cache_is_told_apart():
     assert same["ppl"] == own["ppl"]
 
 
-def test_attention_kept_is_counted_token_by_token():
+def test_kept_attention_matches_sum_over_tokens():
     cache = Texts(IDS[:2], PREFIX).follow(PARAMS, parse("snapkv(budget=48, window=8)"), [0, 1]).cache
     found = attention_recall.mass(attention_recall.paid(PARAMS, jnp.asarray(IDS[:2]), PREFIX), cache)
     model, net = PARAMS.config, models.family(PARAMS.config)
@@ -114,7 +114,7 @@ def test_attention_kept_is_counted_token_by_token():
     "text",
     ["snapkv(budget=48, window=8)", "h2o(budget=48) | int8", "kivi(recent=0, group=16)", "streaming(budget=48)"],
 )
-def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
+def test_frozen_prefix_equals_dense_attention(text):
     """Two ways to the same numbers: the decode loop, and dense attention over the decoded prefix."""
     texts = Texts(IDS[:2], PREFIX, frozen=True)
     run = texts.follow(PARAMS, parse(text), [0, 1])
@@ -128,7 +128,7 @@ def test_a_frozen_prefix_is_what_the_dense_model_sees(text):
     assert abs(own - plain(IDS[:2])).max() > 1e-2
 
 
-def test_a_frozen_prefix_is_what_a_model_with_sinks_and_experts_sees():
+def test_frozen_prefix_with_sinks_and_experts_equals_dense():
     ids = IDS[:2] % tiny.SUNK.config.vocab
     run = Texts(ids, PREFIX, frozen=True).follow(tiny.SUNK, parse("snapkv(budget=48, window=8)"), [0, 1])
     held, own = dequantize(run.cache), np.concatenate([np.asarray(x) for x in run], 1)
@@ -140,7 +140,7 @@ def test_a_frozen_prefix_is_what_a_model_with_sinks_and_experts_sees():
     assert all(0.5 < x.sum(-1).min() and x.sum(-1).max() < 1 - 1e-4 for x in paid)
 
 
-def test_freezing_is_about_what_comes_after_the_prefix():
+def test_frozen_cache_evicts_nothing_after_prefix():
     config = parse("h2o(budget=48) | int8")
     caches = [Texts(IDS[:2], PREFIX, frozen=x).follow(PARAMS, config, [0, 1]) for x in (False, True)]
     for run in caches:
@@ -149,7 +149,7 @@ def test_freezing_is_about_what_comes_after_the_prefix():
     assert kept[0] < 48 + 32 and kept[1] == 48 + IDS.shape[1] - PREFIX
 
 
-def test_kl_is_the_definition():
+def test_kl_matches_definition():
     rng = np.random.default_rng(1)
     a, b = rng.normal(size=(2, 1, 4, 9)) * 2
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
@@ -166,7 +166,7 @@ def session(name="kv", length=2000):
 
 
 @pytest.mark.slow
-def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
+def test_full_cache_answers_equal_for_rebuilt_and_reused():
     one = session()
     one = replace(one, turns=one.turns[:2])
     modes = {m: quality.converse(PARAMS, parse("full"), one, 6, m, 6)[0] for m in ("rebuilt", "reused", "turns")}
@@ -180,14 +180,14 @@ def test_what_is_asked_of_a_full_cache_does_not_depend_on_how():
 
 
 @pytest.mark.slow
-def test_a_question_asked_later_is_not_in_a_cache_that_was_compressed_before_it():
+def test_unseen_question_changes_compressed_answers():
     prompts = [quality.cut(PARAMS, q) for q in session().turns]
     config = parse("snapkv(budget=64, window=16)")
     seen, unseen = (quality.answer(PARAMS, config, prompts, 6, x, 5)[0] for x in (True, False))
     assert seen != unseen
 
 
-def test_a_conversation_is_the_templates_own():
+def test_conversation_follows_chat_template():
     a, b = (replace(x, context="CTX" if i == 0 else "") for i, x in enumerate(session().turns[:2]))
     text = quality.conversation_prompt(PARAMS, [a, b])
     assert text == f"<u>CTX{a.question}</><a>{a.prefix}{a.gold}</><u>{b.question.strip(chr(10))}</><a>{b.prefix}"
@@ -199,13 +199,13 @@ def test_a_conversation_is_the_templates_own():
     ) == quality.conversation_prompt(PARAMS, [a])
 
 
-def test_caches_that_a_model_cannot_have_are_refused_before_any_is_measured():
+def test_unavailable_caches_are_refused_before_measuring():
     for cache, word in (("trimkv(budget=9)", "trimkv"), ("kvtc", "sensitivity"), ("nothing", "nothing")):
         with pytest.raises(ValueError, match=word):
             experiments.Setting("tiny", PARAMS, ["full", cache], 2, None)
 
 
-def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
+def test_perfect_model_scores_one_and_silent_zero(monkeypatch):
     setting = experiments.Setting("tiny", PARAMS, ["full"], 2, None)
     right = {}
     for name in (t.name for t in tasks.TASKS.values() if t.suite == "ruler"):
@@ -227,7 +227,7 @@ def test_a_perfect_model_scores_one_and_a_silent_one_nothing(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
+def test_real_model_finds_needles_and_broken_cache_loses_them():
     params = load("smollm2-135m")
     task = tasks.TASKS["niah_single_1"]
     asked = tasks.examples(task.name, 300, 2, 0, experiments.count(params))
@@ -251,7 +251,7 @@ def test_a_real_model_finds_needles_and_a_broken_cache_loses_them():
     assert score(replace(whole, layers=tuple(map(misplaced, whole.layers)))) == 0
 
 
-def test_every_method_is_in_the_matrix(tmp_path, monkeypatch):
+def test_every_available_method_is_in_matrix(tmp_path, monkeypatch):
     def named():
         return {parse(x).name.split("(")[0].split(" ")[0] for x in experiments.catalogue(1024, tiny.PARAMS)}
 

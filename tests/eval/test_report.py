@@ -20,7 +20,7 @@ def printed(rows, *others):
     return out.getvalue()
 
 
-def test_tasks_of_a_suite_are_one_line_and_ways_of_asking_are_not():
+def test_suite_tasks_share_line_and_question_modes_do_not():
     asked = [("vt", 1.0), ("cwe", 0.5)]
     rows = [row("full", f"ruler/{t}", question="seen", score=s) for t, s in asked]
     rows += [row("full", "ruler/vt", question="unseen", score=0.25)]
@@ -30,22 +30,22 @@ def test_tasks_of_a_suite_are_one_line_and_ways_of_asking_are_not():
     assert "0.250" in lines[1] and "| unseen" in lines[1]
 
 
-def test_a_name_is_text_and_no_markup_of_the_table():
+def test_names_are_not_table_markup():
     assert "[/bold]" in printed([row("[/bold]", ppl=9.0)])
 
 
-def test_the_star_is_on_what_nothing_beats_at_its_bytes():
+def test_star_marks_pareto_front():
     text = printed([row("full", size=100, ppl=9.0), row("int8", size=50, ppl=9.1), row("h2o", size=60, ppl=9.5)])
     assert "full * " in text and "int8 * " in text and "h2o * " not in text
     assert "2.00" in text  # times smaller
 
 
-def test_a_session_says_how_often_the_probe_was_answered_honestly():
+def test_session_shows_honest_probe_rate():
     rows = [row("full", f"multiturn/{t}", mode="reused", question="unseen", score=0.5, honest=h) for t, h in TOLD]
     assert "0.500 (honest 0.75)" in printed(rows) and "unseen reused" in printed(rows)
 
 
-def test_a_score_says_how_far_so_few_answers_are_to_be_trusted():
+def test_score_shows_confidence_interval():
     few, many = row("full", "niah/512/0.00", score=0.5, samples=6), row("h2o", "niah/512/0.00", score=0.5, samples=600)
     assert "0.500 [0.19, 0.81]" in printed([few]) and "0.500 [0.46, 0.54]" in printed([many])
     told = row("full", "multiturn/kv", mode="reused", score=1.0, samples=3, answers=15, context=694)
@@ -56,7 +56,7 @@ def test_a_score_says_how_far_so_few_answers_are_to_be_trusted():
 TOLD = (("kv", 1.0), ("vt", 0.5))
 
 
-def test_what_was_measured_otherwise_is_another_line():
+def test_different_settings_are_separate_lines():
     """Longer texts, another model, a frozen cache: three numbers, not their mean."""
     rows = [row("full", ppl=9.0)]
     others = [
@@ -71,7 +71,7 @@ def test_what_was_measured_otherwise_is_another_line():
     assert "model" not in printed(rows)
 
 
-def test_pictures_of_every_kind_are_drawn(tmp_path):
+def test_plots_of_every_kind_are_drawn(tmp_path):
     rows = [row(f"snapkv(budget={n})", size=n, ppl=9 - n / 100, ms_token=1.0 + n) for n in (10, 20)]
     for asked, score in (("seen", 1.0), ("unseen", 0.0)):
         rows += [
@@ -96,7 +96,7 @@ def test_pictures_of_every_kind_are_drawn(tmp_path):
     assert abs(needles[0] - needles[1]).max() > 0.1
 
 
-def test_pictures_of_one_task_at_two_lengths_do_not_overwrite_each_other(tmp_path):
+def test_plots_of_two_lengths_have_distinct_names(tmp_path):
     rows = [row(f"snapkv(budget={n})", "ruler/vt", size=n, question="seen", score=0.5) for n in (10, 20)]
     files = [("a.json", {"model": "m", "length": n}, rows) for n in (512, 1024)]
     names = [p.name for p in report.draw(rows, points(files), tmp_path)]

@@ -14,7 +14,7 @@ from jkv.eval.results import Results, read
 META = {"command": "ppl", "prefix": 64, "list": (1, 2)}
 
 
-def test_rows_are_in_the_file_at_once_and_found_by_the_next_run(tmp_path):
+def test_rows_are_saved_at_once_and_found_by_next_run(tmp_path):
     path = tmp_path / "new" / "out.json"
     Results(path, META).add({"cache": "full", "task": "ppl", "ppl": 2.0})
     again = Results(path, META)
@@ -37,7 +37,7 @@ assert len(found.rows) >= 20
 """
 
 
-def test_processes_that_write_into_one_file_lose_no_row_of_each_other(tmp_path):
+def test_concurrent_writers_lose_no_rows(tmp_path):
     path, names = tmp_path / "new" / "out.json", ["one", "two", "three"]
     runs = [
         subprocess.Popen([sys.executable, "-c", WRITER, name, str(path)], stdin=subprocess.PIPE, text=True)
@@ -55,7 +55,7 @@ def test_processes_that_write_into_one_file_lose_no_row_of_each_other(tmp_path):
     assert [x.name for x in path.parent.iterdir()] == ["out.json"]
 
 
-def test_what_another_process_measured_is_found_and_a_deleted_file_comes_back(tmp_path):
+def test_rows_of_other_processes_are_merged(tmp_path):
     path = tmp_path / "out.json"
     ours, theirs = Results(path, META), Results(path, META)
     theirs.add({"cache": "full"})
@@ -70,7 +70,7 @@ def test_what_another_process_measured_is_found_and_a_deleted_file_comes_back(tm
         ours.add({"cache": "int4"})
 
 
-def test_what_is_no_number_is_null(tmp_path):
+def test_non_finite_numbers_become_null(tmp_path):
     path = tmp_path / "out.json"
     row = {"ppl": math.inf, "kl": math.nan, "by_layer": [1.0, -math.inf], "more": {"x": math.nan}}
     told = Results(path, META).add(row)
@@ -82,13 +82,13 @@ def test_what_is_no_number_is_null(tmp_path):
     assert json.loads(path.read_text(), parse_constant=refuse)["rows"] == [told]
 
 
-def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+def test_results_without_path_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Results(None, META).add({"cache": "full"}) == {"cache": "full"}
     assert not list(tmp_path.iterdir())
 
 
-def test_another_experiment_is_refused_and_named(tmp_path):
+def test_another_experiment_is_refused(tmp_path):
     path = tmp_path / "out.json"
     Results(path, META).add({"cache": "full"})
     before = path.read_bytes()
@@ -97,7 +97,7 @@ def test_another_experiment_is_refused_and_named(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+def test_full_disk_keeps_earlier_rows(tmp_path, monkeypatch):
     path = tmp_path / "out.json"
     found = Results(path, META)
     found.add({"cache": "full"})
@@ -112,7 +112,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_path_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+def test_unwritable_path_is_refused_before_measuring(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"cannot write .*out\.json"):
         Results(tmp_path / "file" / "out.json", META)
@@ -130,7 +130,7 @@ def test_a_path_that_cannot_be_written_is_said_before_anything_is_measured(tmp_p
         (json.dumps({"meta": {}, "rows": [1]}), "holds no results"),
     ],
 )
-def test_a_damaged_file_is_refused_and_stays(tmp_path, text, why):
+def test_damaged_file_is_refused_unchanged(tmp_path, text, why):
     path = tmp_path / "out.json"
     path.write_text(text)
     for open_ in (read, lambda p: Results(p, META)):
@@ -139,6 +139,6 @@ def test_a_damaged_file_is_refused_and_stays(tmp_path, text, why):
     assert path.read_text() == text
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.json: No such file"):
         read(tmp_path / "nothing.json")

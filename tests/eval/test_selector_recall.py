@@ -16,7 +16,7 @@ OLD, LATE, PAGE = 80, 3, 8
 IDS = jnp.asarray(np.random.default_rng(4).integers(0, 100, (1, OLD + 16 + LATE)), jnp.int32)
 
 
-def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
+def test_quest_recall_matches_dense_attention_of_best_pages():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
     layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     taps = [[np.asarray(x, float)[0] for x in t] for t in rig.dense_prompt(IDS)[1]]
@@ -38,14 +38,14 @@ def test_the_share_is_what_dense_queries_pay_to_the_pages_of_highest_bound():
     assert got["tokens_share"] == 0.2 and got["bytes_share"] == 1 + 1 / PAGE  # one tile has all of it; kmin and kmax
 
 
-def test_a_selector_that_reads_what_a_score_remembers_is_refused():
+def test_selector_with_score_columns_is_refused():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
     select = parse("sentencekv(keep=1.0, tokens=40, sinks=2, window=8)").select
     with pytest.raises(ValueError, match="jkv eval attention"):
         selector_recall.recovered(PARAMS, select, selector_recall.layer_queries(PARAMS, IDS, late, OLD), 0)
 
 
-def test_layers_that_follow_read_what_the_one_below_picked():
+def test_following_layers_reuse_picks_of_layer_below():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
     layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     select = parse("quest(pages=2, page=8, dense_layers=0) | indexcache(pattern='FS')").select
@@ -60,7 +60,7 @@ def test_layers_that_follow_read_what_the_one_below_picked():
     assert got["bytes_share"] < own["bytes_share"]
 
 
-def test_pages_of_what_is_alike_are_read_where_their_tokens_stand():
+def test_arranged_pages_recall_matches_dense_attention():
     late = jnp.arange(IDS.shape[1] - LATE, IDS.shape[1])
     layers = selector_recall.layer_queries(PARAMS, IDS, late, OLD)
     select = parse("icecache(pages=2, page=8, sinks=0)").select

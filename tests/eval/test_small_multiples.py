@@ -16,7 +16,7 @@ from jkv.methods import METHODS
 from support.points import HOSTILE, catalogue
 
 
-def test_what_rows_are_made_of_says_their_family():
+def test_family_follows_parts_of_method():
     """Read from the classes of the parts and the arguments alone, not as the families read them."""
     codes, by = (
         {
@@ -53,11 +53,11 @@ def test_what_rows_are_made_of_says_their_family():
 
 
 @given(st.text())
-def test_a_name_that_nobody_knows_is_of_a_family_too(name):
+def test_unknown_names_have_family(name):
     assert family(name) in ORDER and family(f"?{name}") == OTHER
 
 
-def test_sizes_do_not_make_a_method():
+def test_method_ignores_sizes():
     a, b = (f"snapkv(budget={n}, window=8) | int4" for n in (128, 512))
     assert (
         small_multiples.method(a)
@@ -75,7 +75,7 @@ def drawn(axes):
 
 
 @pytest.mark.parametrize("metric, cost", [("kl", "bytes"), ("ppl", "ms_token"), ("score", "bytes")])
-def test_every_cache_is_in_the_panel_of_its_family_and_behind_all_others(metric, cost):
+def test_every_cache_is_in_own_panel_and_grey_elsewhere(metric, cost):
     found = catalogue(metric)
     place = {p.cache: (100 * p.share if cost == "bytes" else p.more[cost], p.value) for p in found}
     wide, *panels = small_multiples.multiples(found, cost, "title").axes
@@ -91,7 +91,7 @@ def test_every_cache_is_in_the_panel_of_its_family_and_behind_all_others(metric,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_names_do_not_hide_one_another_and_stay_in_their_panel(seed):
+def test_labels_do_not_overlap_and_stay_in_panel(seed):
     figure = small_multiples.multiples(catalogue(seed=seed), "bytes", "title")
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -105,7 +105,7 @@ def test_names_do_not_hide_one_another_and_stay_in_their_panel(seed):
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_names_that_mean_something_to_a_drawing_are_text(tmp_path):
+def test_special_characters_are_drawn_as_text(tmp_path):
     rows = [
         {"cache": x, "task": "t/$x", "bytes": 9 + i, "bytes_full": 99, "score": i / 9} for i, x in enumerate(HOSTILE)
     ]

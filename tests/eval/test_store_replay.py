@@ -54,7 +54,7 @@ class Labelled(Told):
     learns = True
 
 
-def test_a_store_of_all_blocks_finds_what_came_before_and_belady_finds_most():
+def test_full_store_hits_every_repeat_and_belady_is_best():
     visits = talks(60, 0)
     every = {name for x in visits for name in x.names}
     seen: set[str] = set()
@@ -70,7 +70,7 @@ def test_a_store_of_all_blocks_finds_what_came_before_and_belady_finds_most():
     assert shares[:5] == [1.0] * 5 and min(x for x in shares[5:] if x) < 0.9
 
 
-def test_what_comes_at_one_time_comes_in_its_order():
+def test_simultaneous_visits_keep_order():
     """Of two blocks the one that is asked for again in the same second stays."""
     a, b = [1] * 65, [2] * 65
     visits = [visit(1.0, a), visit(1.0, b), visit(1.0, a), visit(2.0, b)]
@@ -80,7 +80,7 @@ def test_what_comes_at_one_time_comes_in_its_order():
     assert replay([visit(1.0, x) for x in (a, b, b, a)], Evict(), 1)["tokens"] == BLOCK
 
 
-def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_disk_store_equals_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same trace through both, whose blocks are all of one size; room for 64, of which eight go at once."""
     visits, blocks, clock = talks(40, 3), 64, [0]
     monkeypatch.setattr("jkv.prefix_cache.store.time.time_ns", lambda: clock[0])
@@ -103,7 +103,7 @@ def test_a_store_on_disk_finds_what_the_replay_finds(tmp_path: Path, monkeypatch
         assert 0.2 < want["hits"] < 0.6 and store.reused == want["tokens"]
 
 
-def test_conversations_are_held_back_whole():
+def test_split_keeps_conversations_whole():
     """Three of a common beginning are apart, prompts of one are together; nothing is in two parts."""
     rng = np.random.default_rng(0)
     for front in ([], [3] * 2 * BLOCK):
@@ -116,14 +116,14 @@ def test_conversations_are_held_back_whole():
         split(visits[:1], rng)
 
 
-def test_pauses_are_those_between_two_questions_of_one_conversation():
+def test_pauses_are_between_turns_of_one_conversation():
     a, b = [1] * 65, [1] * 65 + [2] * 64
     visits = [visit(0.0, a), visit(3.0, [5] * 70), visit(9.0, b)]
     assert pauses(visits).tolist() == [9.0] and continued(visits).tolist() == [True, False, False]
 
 
 @pytest.mark.slow
-def test_a_predictor_learns_who_goes_on_and_finds_more(tmp_path: Path):
+def test_trained_predictor_beats_lru(tmp_path: Path):
     told = train(talks(300, 1), tmp_path / "lpc", steps=300, width=4)
     assert told["entropy"] < 0.5 * told["entropy_of_mean"]
     visits = talks(80, 2)
@@ -137,7 +137,7 @@ def test_a_predictor_learns_who_goes_on_and_finds_more(tmp_path: Path):
         train([visit(float(i), [i + 1] * 70) for i in range(9)], tmp_path / "none", steps=1)
 
 
-def test_a_trace_says_which_line_is_wrong(tmp_path: Path):
+def test_invalid_trace_line_is_named(tmp_path: Path):
     path, encode = tmp_path / "trace.jsonl", encoder("smollm2-135m")
     good = {"time": 1.0, "prompt": [3] * 70}
     for line, why in (

@@ -20,7 +20,7 @@ TOOLS, TURNS = gates.scripted(8, 4)
 ENCODE = gates.embedding(PARAMS, [x.summary for x in TOOLS])
 
 
-def test_a_gate_lets_in_what_is_near_and_can_be_called():
+def test_gate_admits_near_callable_tools():
     confirmed = {"confirmed"}
     assert gates.Gate(TOOLS, ENCODE, theta=-1, k=8).active("anything", confirmed) == TOOLS
     unmet = [x for x in TOOLS if x.needs]
@@ -40,7 +40,7 @@ def test_a_gate_lets_in_what_is_near_and_can_be_called():
 
 
 @pytest.mark.slow
-def test_tools_behind_the_history_leave_what_turns_share():
+def test_tools_after_history_preserve_prefix_reuse():
     known = sorted({word for x in TOOLS for word in x.summary.split()})
     words = lambda texts: np.array([[x.split().count(w) for w in known] for x in texts], float)  # noqa: E731
     gate = gates.Gate(TOOLS, words, theta=0.1, k=2)
@@ -57,7 +57,7 @@ def test_tools_behind_the_history_leave_what_turns_share():
     assert every["rows"] <= first + new + 64 * len(TURNS)
 
 
-def test_a_plan_that_worked_is_adapted_and_not_made_again():
+def test_cached_plans_are_adapted_not_replanned():
     tasks = plans.scripted(40)
     plain, cached = plans.run(tasks, None), plans.run(tasks, plans.Plans(capacity=10))
     assert set(plain.calls) == {"plan", "act"} and plain.calls["plan"] == len(tasks)  # plan and act, as without it
@@ -71,7 +71,7 @@ def test_a_plan_that_worked_is_adapted_and_not_made_again():
     assert sum(cached.tokens.values()) < 0.7 * sum(plain.tokens.values())
 
 
-def test_plans_are_kept_by_what_is_asked_and_by_what_they_are_worth():
+def test_plan_cache_evicts_oldest_and_failing_plans():
     a, b = "Compare the revenue of Acme and Borealis in 2019", "Compare the revenue of Cygnus and Delta in 2023"
     assert plans.keyword(a) == plans.keyword(b) != plans.keyword("Summarise the report of Acme")
     kept = plans.Plans(capacity=2)

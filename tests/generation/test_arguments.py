@@ -96,7 +96,7 @@ def refused(name, call, *args, **options):
 
 @pytest.mark.parametrize("call", [jkv.generate, jkv.stream], ids=["generate", "stream"])
 @pytest.mark.parametrize("name", [*OPTIONS, "params", "cache", "prompt"])
-def test_what_an_argument_cannot_be_is_refused_by_its_name(call, name, monkeypatch):
+def test_invalid_arguments_are_refused_by_name(call, name, monkeypatch):
     """Before anything is read: no model runs."""
     monkeypatch.setattr("jkv.core.decode_loop.prefill_own", None)
     for x in WRONG[name]:
@@ -105,7 +105,7 @@ def test_what_an_argument_cannot_be_is_refused_by_its_name(call, name, monkeypat
 
 
 @pytest.mark.parametrize("name", ["params", "cache", "prompt", "reserve", "chunk"])
-def test_prefill_and_extend_refuse_by_name_too(name):
+def test_prefill_and_extend_refuse_invalid_arguments_by_name(name):
     for x in WRONG[name]:
         given = {"params": PARAMS, "cache": "full", "prompt": IDS} | {name: x}
         refused(name, jkv.prefill, given.pop("params"), given.pop("cache"), given.pop("prompt"), **given)
@@ -117,13 +117,13 @@ def test_prefill_and_extend_refuse_by_name_too(name):
 
 
 @pytest.mark.parametrize("call", [jkv.generate, jkv.stream], ids=["generate", "stream"])
-def test_a_cache_is_compared_with_nothing(call):
+def test_compare_with_prefilled_cache_is_refused(call):
     """It may have lost what the full one would have been made of."""
     cache, _ = jkv.prefill(PARAMS, None, IDS)
     refused("compare=", call, PARAMS, cache, IDS, max_new_tokens=4, compare=True)
 
 
-def test_sampling_params_stand_for_the_keywords():
+def test_sampling_params_equal_keywords():
     drawn = dict(temperature=0.8, top_k=20, seed=3, n=2, max_new_tokens=6)
     want = jkv.generate(PARAMS, "int8", IDS, **drawn)
     assert jkv.generate(PARAMS, "int8", IDS, sampling=jkv.SamplingParams(**drawn)).tokens == want.tokens
@@ -139,14 +139,14 @@ def test_sampling_params_stand_for_the_keywords():
         )
 
 
-def test_every_option_is_in_the_table():
+def test_table_covers_every_option():
     import inspect
 
     assert set(WRONG) - {"reserve"} == set(inspect.signature(jkv.generate).parameters)
     refused("temprature", jkv.stream, PARAMS, None, IDS, temprature=1.0)
 
 
-def test_what_numpy_and_jax_give_is_a_number():
+def test_numpy_and_jax_numbers_are_accepted():
     """One program, whatever the numbers are written as; the same tokens."""
     kinds = [int, np.int8, np.int64, np.uint32, np.array, jnp.int32, jnp.uint8]
     reals = [float, np.float16, np.float32, np.float64, jnp.float32, jnp.bfloat16, np.array]
@@ -173,7 +173,7 @@ def test_what_numpy_and_jax_give_is_a_number():
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_a_stop_text_is_one_text(call):
+def test_stop_string_is_not_split_into_letters(call):
     """Not its letters; the same as a list of it."""
 
     def text(stop):
@@ -188,7 +188,7 @@ def test_a_stop_text_is_one_text(call):
 
 
 @pytest.mark.parametrize("call", [jkv.generate, jkv.stream], ids=["generate", "stream"])
-def test_tokens_without_end_are_refused_before_tables_of_them_are_made(call):
+def test_huge_max_new_tokens_and_reserve_are_refused(call):
     for new in (LONGEST, 10**6 + 10**5, 10**9, 1 << 40):
         refused("max_new_tokens", call, PARAMS, "streaming(budget=40)", IDS, max_new_tokens=new)
     refused("reserve", jkv.prefill, PARAMS, "streaming(budget=40)", IDS, reserve=10**9)
@@ -196,7 +196,7 @@ def test_tokens_without_end_are_refused_before_tables_of_them_are_made(call):
     refused("max_new_tokens", jkv.generate, PARAMS, cache, IDS, max_new_tokens=10**9)
 
 
-def test_a_cache_goes_on_as_far_as_its_positions():
+def test_only_relative_positions_continue_past_context():
     """One that is bound to the context is refused beyond it, and another gets positions for what comes."""
     ids = [(7 * i) % 97 for i in range(100)]
     bound, _ = jkv.prefill(PARAMS, "h2o(budget=48)", ids)

@@ -41,7 +41,7 @@ def same(a: Any, b: Any) -> bool:
     return jax.tree.structure(a) == jax.tree.structure(b) and all(np.array_equal(x, y) for x, y in leaves)
 
 
-def test_a_turned_bit_is_refused_or_says_nothing(cache, path):
+def test_bit_flip_is_refused_or_harmless(cache, path):
     """Every bit of a smaller file is turned in test_checkpoint.py."""
     whole = path.read_bytes()
     header, rng = 8 + struct.unpack("<Q", whole[:8])[0], np.random.default_rng(0)
@@ -107,14 +107,14 @@ DESCRIPTIONS = [
 
 
 @pytest.mark.parametrize(("field", "value", "says"), DESCRIPTIONS)
-def test_a_description_that_is_none_is_refused(path, field, value, says):
+def test_invalid_description_is_refused(path, field, value, says):
     rewritten(path, lambda arrays, meta: meta.update({field: value}))
     with pytest.raises(FormatError, match=says):
         jkv.load_cache(path, PARAMS)
 
 
 @pytest.mark.parametrize("field", ["model", "plan", "config", "rows", "longest", "new", "sizes", "dtype", "weights"])
-def test_every_field_of_the_description_is_needed(path, field):
+def test_description_fields_are_required(path, field):
     rewritten(path, lambda arrays, meta: meta.pop(field))
     if field == "weights":  # without it, nothing was learned, as here
         assert jkv.load_cache(path, PARAMS)
@@ -123,7 +123,7 @@ def test_every_field_of_the_description_is_needed(path, field):
         jkv.load_cache(path, PARAMS)
 
 
-def test_a_config_that_means_other_numbers_by_now_is_refused(path, monkeypatch):
+def test_config_with_changed_layout_is_refused(path, monkeypatch):
     later = CacheShape.layout
 
     def layout(shape: CacheShape) -> Any:
@@ -143,7 +143,7 @@ MEASURED = [  # by a statistic of the prompt: sizes of layers, of first tiers, a
 
 
 @pytest.mark.parametrize("text", MEASURED)
-def test_sizes_that_a_prompt_decided_are_those_of_the_file(tmp_path, text):
+def test_prompt_dependent_sizes_round_trip(tmp_path, text):
     cache = jkv.prefill(tiny.PARAMS, text, [[5, 6, 7] * 10, [8, 9] * 12], reserve=4)[0]
     jkv.save_cache(cache, tmp_path / "c", tiny.PARAMS)
     again = jkv.load_cache(tmp_path / "c", tiny.PARAMS)
@@ -169,7 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("params", "text"), CASES, ids=lambda x: x if isinstance(x, str) else "")
-def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params, text):
+def test_out_of_range_positions_and_counts_are_refused(tmp_path, params, text):
     cache = jkv.prefill(params, text, [[5, 6, 7] * 10, [8] * 25], reserve=4)[0]
     jkv.save_cache(cache, tmp_path / "c", params)
     assert same(jkv.load_cache(tmp_path / "c", params), cache)
@@ -189,14 +189,14 @@ def test_places_and_counts_beyond_all_that_is_there_are_refused(tmp_path, params
             (tmp_path / "c").write_bytes(whole)
 
 
-def test_arrays_that_nobody_asked_for_are_not_read(path, monkeypatch):
+def test_unexpected_arrays_are_refused_unread(path, monkeypatch):
     rewritten(path, lambda arrays, meta: arrays.update(more=np.zeros(1 << 20)))
     monkeypatch.setattr(array_file, "digest", lambda *_: pytest.fail("the arrays were read"))
     with pytest.raises(FormatError, match="holds array more"):
         jkv.load_cache(path, PARAMS)
 
 
-def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkeypatch):
+def test_cache_of_another_model_is_refused_unread(path, monkeypatch):
     monkeypatch.setattr(array_file, "digest", lambda *_: pytest.fail("the arrays were read"))
     for other in jax.tree.leaves(PARAMS):
         changed = [x + 1 if x is other else x for x in jax.tree.leaves(PARAMS)]
@@ -205,7 +205,7 @@ def test_another_models_cache_is_refused_before_its_arrays_are_read(path, monkey
             jkv.load_cache(path, params)
 
 
-def test_what_is_loaded_is_its_own(cache, path):
+def test_loaded_cache_does_not_alias_file(cache, path):
     """Programs take a cache's arrays over: they must not be the memory of a file."""
     loaded = jkv.load_cache(path, PARAMS)
     path.write_bytes(b"\0" * path.stat().st_size)

@@ -35,7 +35,7 @@ def held(cache: Cache) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
+def test_extend_keeps_new_tokens_and_respects_budget(case: rig.Case):
     """On top of the budget and at no cost to the prompt, where a method compresses prompts; else within the budget."""
     params, config = case.params, case.config
     if case.text in CODED:
@@ -67,7 +67,7 @@ def test_what_follows_a_prompt_is_held_until_it_is_answered(case: rig.Case):
             assert now[:, b, :, n : n + m].all()
 
 
-def test_a_question_has_room_or_is_refused():
+def test_tokens_beyond_reserve_are_refused():
     rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
     for text in ("kvzip(budget=32)", "snapkv(budget=32, window=8) | append"):
         cache, _ = jkv.prefill(PARAMS, text, rows, reserve=20)
@@ -82,7 +82,7 @@ def test_a_question_has_room_or_is_refused():
 
 
 @pytest.mark.parametrize("text", ["full", "svdq", "simlayerkv(local=16, sinks=4)"])
-def test_what_holds_every_token_is_refused_more_than_it_was_made_for(text: str):
+def test_overflow_of_cache_without_eviction_is_refused(text: str):
     rows = [[t % 90 for t in range(3, 63)]]
     out = jkv.generate(PARAMS, text, rows, max_new_tokens=16, stop_ids=())
     with pytest.raises(ValueError, match="prefill with a larger reserve="):

@@ -41,12 +41,12 @@ def greedy(params, ids, n):
     return ids[-n:]
 
 
-def test_full_cache_gives_the_models_own_tokens(params):
+def test_full_cache_equals_uncached_greedy(params):
     out = jkv.generate(params, None, PROMPTS[0], max_new_tokens=20, stop_ids=())
     assert out.tokens == greedy(params, PROMPTS[0], 20)
 
 
-def test_a_row_does_not_depend_on_its_batch(params):
+def test_rows_are_independent_of_batch(params):
     """Nor on whether other rows are drawn or greedy."""
     off = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     rows = [{"seed": 5, **off}, {"seed": 9, **SAMPLED}]
@@ -59,7 +59,7 @@ def test_a_row_does_not_depend_on_its_batch(params):
     assert tokens([0, 1]) == tokens([0]) + tokens([1])
 
 
-def test_seeds_change_what_is_drawn(params):
+def test_seeds_change_samples(params):
     draws = {
         tuple(jkv.generate(params, None, PROMPTS[0], max_new_tokens=12, stop_ids=(), temperature=1.5, seed=s).tokens)
         for s in range(3)
@@ -67,7 +67,7 @@ def test_seeds_change_what_is_drawn(params):
     assert len(draws) > 1
 
 
-def test_a_stop_token_ends_its_row_alone(params):
+def test_stop_token_ends_only_its_row(params):
     free = jkv.generate(params, None, PROMPTS, max_new_tokens=20, stop_ids=(), temperature=1.5)
     stop = next(t for t in free.tokens[0] if t not in free.tokens[1])
     out = jkv.generate(params, None, PROMPTS, max_new_tokens=20, stop_ids=(stop,), temperature=1.5)
@@ -76,7 +76,7 @@ def test_a_stop_token_ends_its_row_alone(params):
 
 
 @pytest.mark.parametrize("draft", [None, "suffix"])
-def test_a_row_that_ends_before_others_keeps_its_logits(params, draft):
+def test_ended_row_keeps_its_logits(params, draft):
     """Those of the row alone, in the result and at every look of `stop_fn`."""
     how = dict(max_new_tokens=40, temperature=1.5)
     free = jkv.generate(params, None, PROMPTS, stop_ids=(), seed=[0, 1], **how)
@@ -97,7 +97,7 @@ def test_a_row_that_ends_before_others_keeps_its_logits(params, draft):
     assert seen[2] and all(np.abs(x[0] - alone[0].logits[0]).max() < 1e-5 for x in seen[2])
 
 
-def test_a_callback_ends_rows_between_blocks(params):
+def test_stop_fn_ends_rows_between_blocks(params):
     asked, options = [], dict(max_new_tokens=20, stop_ids=())
 
     def stop_fn(cache, logits, tokens):
@@ -110,7 +110,7 @@ def test_a_callback_ends_rows_between_blocks(params):
     assert asked[0] == ([70 + 16, 41 + 16], [t[16] for t in free], [16, 16]) and asked[1][2] == [16, 20]
 
 
-def test_chunks_prefill_the_same_cache(params):
+def test_chunked_prefill_equals_one_pass(params):
     whole, want = jkv.prefill(params, "full", PROMPTS, reserve=64)
     parts, got = jkv.prefill(params, "full", PROMPTS, reserve=64, chunk=16)
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -118,21 +118,21 @@ def test_chunks_prefill_the_same_cache(params):
 
 
 @pytest.mark.parametrize("tokens, room", [(100, 256), (500, 12), (512, 0)])
-def test_room_is_what_the_context_leaves(params, tokens, room):
+def test_default_reserve_is_bounded_by_context(params, tokens, room):
     cache, logits = jkv.prefill(params, None, [1] * tokens)
     assert cache.new == room and np.isfinite(np.asarray(logits)).all()
 
 
-def test_relative_positions_have_room_past_the_context(params):
+def test_relative_positions_reserve_past_context(params):
     assert jkv.prefill(params, "streaming(budget=40)", [1] * 500)[0].new == 256
 
 
-def test_a_prompt_longer_than_the_context_is_refused(params):
+def test_prompt_longer_than_context_is_refused(params):
     with pytest.raises(ValueError, match="513 in all; the model's context is 512"):
         jkv.prefill(params, None, [1] * 513)
 
 
-def test_going_on_from_a_cache_leaves_it_as_it_was(params):
+def test_generate_leaves_cache_unchanged(params):
     cache, _ = jkv.prefill(params, "h2o(budget=48)", [PROMPTS[0]], reserve=128)
     first = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
     again = jkv.generate(params, cache, [[3, 1, 4]], max_new_tokens=12, stop_ids=())
@@ -175,7 +175,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["greedy", "penalized"])
-def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, penalty):
+def test_first_greedy_stream_token_precedes_decode_loop(params, calls, penalty):
     params = replace(params, tokenizer=Letters())
     options: dict = dict(max_new_tokens=20, stop_ids=(), repetition_penalty=penalty)
     want = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options).text
@@ -189,7 +189,7 @@ def test_the_first_token_of_a_greedy_stream_waits_for_no_loop(params, calls, pen
 
 
 @pytest.mark.parametrize("size", [1, 4, 60])
-def test_the_stop_text_that_is_complete_first_ends_a_text_in_pieces_of_any_size(size: int):
+def test_first_completed_stop_string_ends_text_at_any_piece_size(size: int):
     text, stop = "0123456789" * 6, ("6789", "34567890123", "9")
     said, held = "", ""
     for i in range(0, len(text), size):
@@ -201,7 +201,7 @@ def test_the_stop_text_that_is_complete_first_ends_a_text_in_pieces_of_any_size(
 
 
 @pytest.mark.parametrize("end", ["length", "stop text", "stop token"])
-def test_stream_gives_what_generate_does(params, calls, end):
+def test_stream_equals_generate(params, calls, end):
     params = replace(params, tokenizer=Letters())
     options: dict = dict(max_new_tokens=60, stop_ids=(), temperature=1.5)
     free = jkv.generate(params, "h2o(budget=48)", PROMPTS[0], **options)
@@ -229,7 +229,7 @@ def test_stream_gives_what_generate_does(params, calls, end):
     assert calls[:2] == [16, 32] and blocks[0] == (1 if end == "stop text" else 2)
 
 
-def test_receipt_counts_what_is_there(params):
+def test_receipt_matches_cache(params):
     out = jkv.generate(params, "snapkv(budget=40, window=8)", PROMPTS[0], max_new_tokens=16, stop_ids=(), compare=True)
     report = out.receipt
     assert report.decode_tokens_per_s is None and "decode - tokens/s" in str(report)  # 16 are too few to tell
@@ -247,7 +247,7 @@ def test_receipt_counts_what_is_there(params):
     assert exact.kl == pytest.approx(0, abs=1e-6) and exact.divergence == -1
 
 
-def test_what_goes_beyond_the_context_is_compared_as_far_as_a_full_cache_goes(params):
+def test_compare_beyond_full_cache_context_is_refused(params):
     """With as much room as the context leaves, or refused before anything is read."""
     text, context = "streaming(budget=40)", params.config.context
     ask = dict(max_new_tokens=8, stop_ids=(), compare=True)
@@ -259,7 +259,7 @@ def test_what_goes_beyond_the_context_is_compared_as_far_as_a_full_cache_goes(pa
 
 
 @pytest.mark.parametrize("tokens", [9, 300])
-def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens):
+def test_receipt_ratio_is_to_full_cache_of_same_reserve(params, tokens):
     """So the full cache is never smaller than itself, and what is larger is called so."""
     options: dict = dict(max_new_tokens=4, stop_ids=())
     for text in ("full", "int8", "snapkv(budget=48)"):
@@ -279,7 +279,7 @@ def test_the_receipt_compares_with_a_full_cache_of_the_same_room(params, tokens)
 
 
 @pytest.mark.slow
-def test_a_longer_prompt_has_a_higher_peak_and_a_chunk_a_lower_one(params):
+def test_prefill_peak_grows_with_prompt_and_falls_with_chunk(params):
     peak = lambda n, **o: jkv.generate(params, "knorm(budget=48)", [3] * n, max_new_tokens=4, **o).receipt  # noqa: E731
     short, whole, chunks = peak(64), peak(448), peak(448, chunk=64)
     assert chunks.bytes_peak_prefill < whole.bytes_peak_prefill > 2 * short.bytes_peak_prefill
@@ -291,7 +291,7 @@ def test_bytes_budget_is_a_ceiling(params):
     assert 50_000 < cache.nbytes <= 60_000 < larger.nbytes <= 80_000
 
 
-def test_append_keeps_generated_tokens_on_top(params):
+def test_append_keeps_generated_tokens_beyond_budget(params):
     text = "snapkv(budget=40, window=8)"
     bounded = jkv.generate(params, text, PROMPTS[0], max_new_tokens=40, stop_ids=())
     grown = jkv.generate(params, text + " | append", PROMPTS[0], max_new_tokens=40, stop_ids=())
@@ -299,7 +299,7 @@ def test_append_keeps_generated_tokens_on_top(params):
     assert grown.cache.kept().min() == 40 + 40
 
 
-def test_streaming_goes_past_the_context(params):
+def test_streaming_decodes_past_context(params):
     out = jkv.generate(params, "streaming(budget=40)", PROMPTS[0], max_new_tokens=450, stop_ids=())
     assert 70 + len(out.tokens) == 520 > params.config.context
     longer = jkv.models.random(dict(jkv.models.TINY, hidden_size=64, max_position_embeddings=1024), 0, jnp.float32)
@@ -327,7 +327,7 @@ READS, DECODES = {"embedded", "attended", "flushed", "last_logits"}, {"going", "
 
 
 @pytest.mark.parametrize(("spec", "beside"), [("h2o(budget=48)", READS | DECODES), ("cake(budget=48)", set())])
-def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, beside):
+def test_decode_programs_compile_during_prefill(params, made, spec, beside):
     """Once, and where the cache's sizes are known before the prompt is read."""
     options: dict = dict(max_new_tokens=24, stop_ids=(), repetition_penalty=1.1)
     report = jkv.generate(params, spec, PROMPTS[0], **options).receipt
@@ -341,7 +341,7 @@ def test_what_decodes_compiles_beside_what_reads_the_prompt(params, made, spec, 
 
 
 @pytest.mark.parametrize("spec", ["h2o(budget=48) | int4", "dapq(budget=48)", "full"])
-def test_a_kind_of_layer_is_compiled_once(made, spec):
+def test_layers_of_one_kind_share_programs(made, spec):
     """A model of twice as many takes the programs of the first, but for its ends and for the one of steps."""
     for layers, names in ((3, {"attended", "steps", "flushed_due"}), (6, {"embedded", "last_logits", "steps"})):
         made.clear()
@@ -351,7 +351,7 @@ def test_a_kind_of_layer_is_compiled_once(made, spec):
         assert names <= got if layers == 3 else names == got
 
 
-def test_the_programs_of_a_prompt_are_begun_before_those_of_the_loop(monkeypatch):
+def test_prefill_programs_compile_before_decode_loop(monkeypatch):
     """The first token waits for no others."""
     begun, begin = [], compilation.ahead
 
@@ -372,14 +372,14 @@ def test_the_programs_of_a_prompt_are_begun_before_those_of_the_loop(monkeypatch
             assert layer_step.attended not in begun
 
 
-def test_models_that_differ_in_their_tokenizer_share_programs(params, made):
+def test_models_differing_in_tokenizer_share_programs(params, made):
     for first in (True, False):
         made.clear()
         out = jkv.generate(replace(params, tokenizer=Letters()), "h2o(budget=48)", PROMPTS[0], max_new_tokens=20)
         assert len(out.text) == len(out.tokens) and bool(made) == first
 
 
-def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(params, made, monkeypatch):
+def test_native_kernels_use_one_program_per_phase(params, made, monkeypatch):
     """So that a tier keeps the layout that a kernel wants; with the tokens of layer by layer."""
     options: dict = dict(max_new_tokens=24, stop_ids=())
     want = jkv.generate(params, "h2o(budget=48) | int4", PROMPTS[0], **options).tokens
@@ -389,7 +389,7 @@ def test_where_kernels_are_native_a_prompt_and_what_follows_are_a_program_each(p
     assert sorted(made) == [("_run_blocks", False), ("prefill_own", False)]
 
 
-def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypatch):
+def test_ahead_compilation_error_is_raised_at_use(monkeypatch):
     def init(self, lowered, free):
         raise MemoryError("no room for the program")
 
@@ -402,14 +402,14 @@ def test_a_program_that_does_not_compile_says_so_where_it_is_asked_for(monkeypat
     assert compilation.compiled(double, np.ones(7, np.float32))[0](np.ones(7, np.float32)).sum() == 14
 
 
-def test_what_is_compiled_ahead_is_traced_under_the_callers_settings():
+def test_ahead_compilation_uses_caller_jax_config():
     seen = []
     with jax.default_matmul_precision("highest"):
         compilation.ahead(jax.jit(lambda x: (seen.append(jax.config.jax_default_matmul_precision), x)[1]), np.ones(4))
     assert seen == ["highest"]
 
 
-def test_the_program_used_longest_ago_is_let_go(monkeypatch):
+def test_least_recently_used_program_is_evicted(monkeypatch):
     def alive():
         return len(jax.devices()[0].client.live_executables())
 
@@ -428,7 +428,7 @@ def test_the_program_used_longest_ago_is_let_go(monkeypatch):
     assert not run(1) and not run(3) and run(2)
 
 
-def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
+def test_programs_are_evicted_before_memory_maps_run_out(monkeypatch):
     double = jax.jit(lambda x: 2 * x)
     monkeypatch.setattr(compilation, "MAPS", 24)
     monkeypatch.setattr(compilation, "PROGRAMS", {})
@@ -446,7 +446,7 @@ def test_programs_are_let_go_before_the_memory_maps_end(monkeypatch):
     assert len(compilation.PROGRAMS) == 2  # a prompt's and a loop's always stay
 
 
-def test_the_memory_of_programs_is_bounded(monkeypatch):
+def test_program_memory_is_bounded(monkeypatch):
     """Twenty programs in turn, each a map: those of a few are there, and those that are not needed are really gone."""
     live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
     double = jax.jit(lambda x: 2 * x)
@@ -463,7 +463,7 @@ def test_the_memory_of_programs_is_bounded(monkeypatch):
     assert most <= 5 and len(compilation.PROGRAMS) == 4  # a new one is there before an old one goes
 
 
-def test_what_is_forgotten_leaves_nothing():
+def test_forget_frees_all_programs():
     """Caches tried one after the other: no program of any of them stays, jax's own small ones included."""
     live = lambda: len(jax.devices()[0].client.live_executables())  # noqa: E731
     one = jkv.models.random(dict(jkv.models.TINY, num_hidden_layers=1), 0, jnp.float32)
@@ -475,7 +475,7 @@ def test_what_is_forgotten_leaves_nothing():
     assert len(set(left)) == 1
 
 
-def test_maps_are_counted():
+def test_memory_maps_are_counted():
     if not os.path.exists("/proc/self/maps"):
         assert compilation.maps() == 0
         return
@@ -494,7 +494,7 @@ def test_maps_are_counted():
         ([-1, 2], "the model knows 0 to 99"),
     ],
 )
-def test_prompts_that_cannot_be(params, prompt, message):
+def test_invalid_prompts_are_refused(params, prompt, message):
     with pytest.raises(ValueError, match=message):
         encode(params, prompt)
 
@@ -518,6 +518,6 @@ def test_prompts_that_cannot_be(params, prompt, message):
         ("full", dict(chunk=-1), "chunk=-1"),
     ],
 )
-def test_settings_that_cannot_be(params, cache, options, message):
+def test_invalid_settings_are_refused(params, cache, options, message):
     with pytest.raises(ValueError, match=message):
         jkv.generate(params, cache, PROMPTS[0], **options)

@@ -29,14 +29,14 @@ def cache(request):
     return jkv.prefill(PARAMS, request.param, [IDS, IDS[:70]])[0]
 
 
-def test_every_byte_is_in_one_place(cache):
+def test_summary_counts_every_byte_once(cache):
     found = inspect.summary(cache)
     assert found.nbytes == cache.nbytes
     for layer, here in zip(found.layers, cache.layers, strict=True):
         assert layer.nbytes == inspect.tree_bytes(here)
 
 
-def test_tokens_are_those_of_the_cache(cache):
+def test_summary_and_kept_share_match_cache(cache):
     found = inspect.summary(cache)
     assert found.seen == [120, 70]
     kept = np.asarray(cache.kept())
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_the_cache(cache):
 
 
 @pytest.mark.parametrize("text", ["knorm(budget=40) | int8", "knorm(budget=40) | pooled"])
-def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
+def test_mask_and_norm_column_match_keys(text):
     """Of all keys, in order: the norms of those that a smaller cache keeps, and which they are."""
     whole, _ = jkv.prefill(PARAMS, jkv.parse("knorm(budget=40)").uncompressed(120), [IDS, IDS[:70]], reserve=0)
     cache, _ = jkv.prefill(PARAMS, text, [IDS, IDS[:70]])
@@ -69,12 +69,12 @@ def test_columns_and_places_of_tokens_are_those_of_the_keys(text):
     assert not mask[:, 1, :, 70:].any()
 
 
-def test_a_column_that_the_score_does_not_have_is_refused(cache):
+def test_unknown_score_column_is_refused(cache):
     with pytest.raises(ValueError, match="remembers .* and no 'k_norm'; ask for one of these"):
         inspect.column(cache, "k_norm")
 
 
-def test_codes_and_scales_of_integers():
+def test_summary_counts_int4_codes_and_scales():
     cache, _ = jkv.prefill(PARAMS, "snapkv(budget=40, window=8) | int4", IDS)
     tier = inspect.summary(cache).layers[0].parts[1]
     slots, heads, dim = cache.plan[0].tiers[0].capacity, PARAMS.config.heads, PARAMS.config.head_dim
@@ -83,7 +83,7 @@ def test_codes_and_scales_of_integers():
     assert tier.scales == 2 * heads * slots * 2 * 2  # a scale and a lowest value of two bytes each, for keys and values
 
 
-def test_streaming_keeps_the_first_and_the_newest():
+def test_streaming_keeps_sinks_and_newest():
     cache, _ = jkv.prefill(PARAMS, "streaming(budget=40, sinks=4)", IDS)
     expected = np.zeros(120)
     expected[:4] = expected[84:] = 1
@@ -92,7 +92,7 @@ def test_streaming_keeps_the_first_and_the_newest():
     assert (layer.first, layer.last) == (0, 119)
 
 
-def test_a_picture_shows_what_is_kept(tmp_path, cache):
+def test_figure_shows_kept_tokens(tmp_path, cache):
     fig = inspect.figure(cache)
     counts, places = _image(fig, "Tokens kept"), _image(fig, "Which positions are kept")
     np.testing.assert_allclose(counts.get_array(), np.asarray(cache.kept()).mean(1))
@@ -101,7 +101,7 @@ def test_a_picture_shows_what_is_kept(tmp_path, cache):
     assert b"<svg" in (tmp_path / "kept.svg").read_bytes()
 
 
-def test_a_lone_position_of_a_long_text_is_not_lost(cache):
+def test_figure_shows_isolated_position_of_long_text(cache):
     layer = cache.layers[0]
     pos = jnp.full_like(layer.recent.pos, -1).at[:, 0].set(7001)
     long = replace(
@@ -114,7 +114,7 @@ def test_a_lone_position_of_a_long_text_is_not_lost(cache):
     assert (shown[0] > 0).sum() == 1 and shown[0].argmax() == 777
 
 
-def test_a_page_shows_every_letter_on_the_ground_of_its_weight():
+def test_page_shades_text_by_weight():
     pieces, weight = ["one", " two\n\nthree", "", " four $5 five six"], [0.0, 0.5, 1.0, 0.25]
     drawn = inspect.page(pieces, weight, "share", width=12)
     texts, boxes = drawn.axes[0].texts, drawn.axes[0].patches
@@ -133,12 +133,12 @@ def test_a_page_shows_every_letter_on_the_ground_of_its_weight():
 
 
 @pytest.mark.parametrize("name, says", [("kept.xyz", "ending must be one of"), ("no/kept.png", "there is no folder")])
-def test_a_path_that_cannot_be_drawn_is_refused(tmp_path, name, says):
+def test_invalid_figure_path_is_refused(tmp_path, name, says):
     with pytest.raises(ValueError, match=says):
         inspect.check_path(tmp_path / name)
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def test_missing_matplotlib_names_plot_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"\.\[plot\]"):
         inspect.check_path(tmp_path / "kept.png")

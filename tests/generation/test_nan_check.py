@@ -59,13 +59,13 @@ DRAWS: Any = [{}, dict(temperature=1e-6), dict(temperature=1e-6, top_k=5, top_p=
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("cache", ["full", "streaming(budget=24, recent=8) | int8"])
-def test_the_row_is_named_with_the_weights_that_are_broken(cache: str, draws: Any):
+def test_nan_error_names_row_and_weights(cache: str, draws: Any):
     with pytest.raises(ValueError, match=f"row 0: {SAID}"):
         jkv.generate(BROKEN, cache, [PROMPT, OTHER], max_new_tokens=NEW, stop_ids=(), **draws)
     assert jkv.generate(BROKEN, "full", OTHER, max_new_tokens=NEW, stop_ids=()).tokens == WANT[1]
 
 
-def test_a_stream_says_it_before_any_text():
+def test_stream_raises_nan_error_before_text():
     params = replace(jkv.models.random(TINY | dict(num_hidden_layers=1), 0, jnp.float32), tokenizer=byte_tokenizer())
     came: list[str] = []
     with pytest.raises(ValueError, match="the logits after 0 new tokens are NaN.*norm of the weights"):
@@ -74,7 +74,7 @@ def test_a_stream_says_it_before_any_text():
 
 
 @pytest.mark.parametrize("draft", ["suffix", "recycle"])
-def test_drafts_end_it_at_the_same_token(draft: str, told: list[int], monkeypatch: pytest.MonkeyPatch):
+def test_drafts_raise_nan_error_at_same_token(draft: str, told: list[int], monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=f"row 0: {SAID}"):
         jkv.generate(BROKEN, "full", [PROMPT, OTHER], max_new_tokens=NEW, stop_ids=(), drafter=draft)
     monkeypatch.setattr(Pace, "width", lambda *_: 4)  # so a pass comes first
@@ -84,7 +84,7 @@ def test_drafts_end_it_at_the_same_token(draft: str, told: list[int], monkeypatc
     assert (draft == "recycle" or WANT[0][AT] in told) and min(told, default=0) >= 0
 
 
-def test_a_number_too_large_for_its_type_names_the_type():
+def test_overflow_error_names_dtype():
     large = replace(PARAMS, norm=PARAMS.norm * 6e4, head=PARAMS.head * 6e4)
     with pytest.raises(ValueError, match="beyond float32$"):
         jkv.generate(replace(large, norm=large.norm * 1e30), "full", PROMPT, max_new_tokens=2)
@@ -94,7 +94,7 @@ def test_a_number_too_large_for_its_type_names_the_type():
         jkv.generate(replace(half, layers=layers), "full", PROMPT, max_new_tokens=2)
 
 
-def test_scores_name_the_row_and_the_token():
+def test_score_nan_error_names_row_and_token():
     said = f"row 0: the log-probability of its token {AT + 1} is NaN: embed of the weights holds NaN"
     with pytest.raises(ValueError, match=said):
         jkv.score(BROKEN, "full", [PROMPT, OTHER], WANT)
@@ -102,7 +102,7 @@ def test_scores_name_the_row_and_the_token():
 
 
 @pytest.mark.parametrize("draft", [None, "suffix"])
-def test_a_job_answers_the_other_rows(tmp_path: Path, draft: str | None, told: list[int]):
+def test_nan_row_does_not_fail_job(tmp_path: Path, draft: str | None, told: list[int]):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"tokens": x, "max_new_tokens": NEW}) + "\n" for x in (PROMPT, OTHER)))
     config = methods.parse("full")
@@ -114,7 +114,7 @@ def test_a_job_answers_the_other_rows(tmp_path: Path, draft: str | None, told: l
     assert min(told, default=0) >= 0
 
 
-def test_a_server_answers_the_other_rows():
+def test_nan_row_does_not_fail_server():
     engine, events = Engine(BROKEN, Limits(rows=2, prompt=16, new=NEW, caches=1, queue=4)), ([], [])
     seats = Seats(running=engine.maker.make(methods.parse("full")))
     for i, tokens in enumerate((PROMPT, OTHER)):

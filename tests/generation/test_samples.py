@@ -30,7 +30,7 @@ def read(monkeypatch) -> list[int]:
     return found
 
 
-def test_answers_to_a_prompt_are_rows_of_their_own_after_one_prefill(read):
+def test_samples_share_prefill_and_equal_repeated_prompts(read):
     cache = "snapkv(budget=48) | int4"
     out = jkv.generate(PARAMS, cache, PROMPTS[0], n=3, seed=[4, 9, 4], compare=True, **DRAWN)
     assert read == [1, 1]  # the second is the full cache's
@@ -41,14 +41,14 @@ def test_answers_to_a_prompt_are_rows_of_their_own_after_one_prefill(read):
     assert jkv.generate(PARAMS, cache, PROMPTS[0], n=2, seed=4, **DRAWN).tokens[0] == alone.tokens[0]
 
 
-def test_answers_to_several_prompts_lie_beside_each_other(read):
+def test_samples_of_several_prompts_are_grouped_by_prompt(read):
     both = jkv.generate(PARAMS, "full", PROMPTS, n=2, seed=5, repetition_penalty=1.1, **DRAWN)
     wanted = [p for p in PROMPTS for _ in range(2)]
     alone = jkv.generate(PARAMS, "full", wanted, seed=5, repetition_penalty=1.1, **DRAWN)
     assert both.tokens == alone.tokens and read == [2, 4]
 
 
-def test_answers_after_a_cache_leave_it_as_it_was():
+def test_samples_leave_cache_unchanged():
     cache, _ = jkv.prefill(PARAMS, "int8", PROMPTS[0], reserve=64)
     before = jax.tree.map(np.asarray, cache.layers)
     out = jkv.generate(PARAMS, cache, PROMPTS[1][:20], n=2, **DRAWN)
@@ -56,7 +56,7 @@ def test_answers_after_a_cache_leave_it_as_it_was():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, cache.layers)))
 
 
-def test_a_budget_in_bytes_is_of_all_answers():
+def test_byte_budget_covers_all_samples():
     out = jkv.generate(PARAMS, "streaming(bytes='40KiB')", PROMPTS[0], n=2, **DRAWN)
     one = jkv.generate(PARAMS, "streaming(bytes='40KiB')", PROMPTS[0], **DRAWN)
     assert one.receipt.bytes_kept <= 40 << 10 >= out.receipt.bytes_kept > one.receipt.bytes_kept * 0.7
@@ -71,12 +71,12 @@ def test_a_budget_in_bytes_is_of_all_answers():
         (dict(n=2, temperature=1.0, seed=[1]), "seed has 1 numbers for 2 rows"),
     ],
 )
-def test_what_cannot_be_is_refused(options, says):
+def test_invalid_sample_options_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         jkv.generate(PARAMS, "full", PROMPTS[0], **options)
 
 
-def test_other_weights_of_the_same_shapes_compile_nothing():
+def test_weights_of_same_shapes_share_programs():
     """A checkpoint of a training, say: its arrays are arguments of the programs that are there."""
     asked = dict(max_new_tokens=24, stop_ids=())
     first = jkv.generate(PARAMS, "snapkv(budget=48) | int4", PROMPTS[0], **asked)

@@ -17,7 +17,7 @@ PROMPT = [int(x) for x in np.random.default_rng(0).integers(1, 100, 60)]
 AFTER = [[7, 8, 9], [10], [11, 12, 13, 14, 15]]
 
 
-def test_of_the_full_cache_they_are_the_models():
+def test_full_cache_logprobs_equal_model():
     got = jkv.score(PARAMS, None, PROMPT, AFTER)
     for after, one in zip(AFTER, got, strict=True):
         ids = jnp.asarray([PROMPT + after])
@@ -30,7 +30,7 @@ def test_of_the_full_cache_they_are_the_models():
 
 
 @pytest.mark.parametrize("cache", ["snapkv(budget=24, window=8) | int8", "streaming(budget=24, recent=8)"])
-def test_of_a_compressed_cache_they_are_what_it_generates_by(cache: str):
+def test_compressed_cache_logprobs_equal_steps(cache: str):
     """Token by token with `step`, beyond a flush; greedily generated tokens are greedy, and others are not."""
     new = jkv.generate(PARAMS, cache, PROMPT, max_new_tokens=24, stop_ids=()).tokens
     other = [*new[:20], (new[20] + 1) % 100]
@@ -43,7 +43,7 @@ def test_of_a_compressed_cache_they_are_what_it_generates_by(cache: str):
     assert got[1].logprobs[:20] == pytest.approx(got[0].logprobs[:20], abs=1e-4)
 
 
-def test_rows_and_continuations_in_any_company():
+def test_logprobs_are_independent_of_batching():
     """One prompt with several, as many prompts, alone, and after a cache that has read the beginning: the same."""
     cache = "snapkv(budget=24, window=8)"
     together = jkv.score(PARAMS, cache, PROMPT, AFTER)
@@ -68,7 +68,7 @@ class Letters:
     encode = within
 
 
-def test_a_text_is_tokenized_behind_its_prompt():
+def test_continuation_is_tokenized_after_prompt():
     params = replace(PARAMS, tokenizer=Letters())
     assert jkv.score(params, None, "ca", "cb").tokens == [3, 2]
     assert jkv.score(params, None, "cc", ["ab", "b"])[0].tokens == [50]
@@ -88,12 +88,12 @@ def test_a_text_is_tokenized_behind_its_prompt():
         (PROMPT, [[1] * 600], "context"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(prompt, after, message: str):
+def test_invalid_prompts_and_continuations_are_refused_by_name(prompt, after, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.score(PARAMS, None, prompt, after)
 
 
-def test_a_cache_without_room_for_the_continuation_is_refused():
+def test_continuation_beyond_reserve_is_refused():
     held, _ = jkv.prefill(PARAMS, "int8", PROMPT, reserve=8)
     with pytest.raises(ValueError, match="prefill with a larger reserve"):
         jkv.score(PARAMS, held, [5], [7] * 200)

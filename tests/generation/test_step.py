@@ -25,7 +25,7 @@ def cache() -> jkv.Cache:
     return jkv.prefill(PARAMS, TEXT, PROMPT, reserve=430)[0]
 
 
-def test_a_step_copies_no_tier(cache):
+def test_step_copies_no_tier(cache):
     """Every array of the cache lies where the given one lay, and no instruction but a flush's makes a tier anew."""
     program, _ = compiled(decode_loop.step_own, PARAMS, cache.plan, cache.bare, TOKEN)
     memory, text = program.program.memory_analysis(), program.program.as_text()
@@ -39,7 +39,7 @@ def test_a_step_copies_no_tier(cache):
 
 
 @pytest.mark.parametrize("text", ["full", TEXT, "h2o(budget=40)", "streaming(budget=40)", "kivi(recent=0, group=8)"])
-def test_a_step_says_what_a_branch_says(text: str):
+def test_step_equals_branch(text: str):
     """Over a flush; a cache that came of the given one, and shares arrays with it, does not take it along."""
     cache, logits = jkv.prefill(PARAMS, text, PROMPT)
     before = jax.tree.map(np.asarray, cache)
@@ -54,7 +54,7 @@ def test_a_step_says_what_a_branch_says(text: str):
     jax.tree.map(np.testing.assert_array_equal, own, kept)
 
 
-def test_a_step_takes_no_array_of_a_codec_that_other_caches_read():
+def test_step_does_not_donate_shared_codec_arrays():
     """`extend` gives the new cache the bases of the old one."""
     text = f"turboquant(bits=2, values=1, center=True, moments={tiny.MOMENTS!r})"
     cache, _ = jkv.prefill(tiny.PARAMS, text, PROMPT)
@@ -63,7 +63,7 @@ def test_a_step_takes_no_array_of_a_codec_that_other_caches_read():
     jkv.branch(tiny.PARAMS, cache, TOKEN)
 
 
-def test_a_step_after_a_rollback_takes_nothing_of_the_cache_that_goes_on(cache):
+def test_step_after_rollback_leaves_original_cache_intact(cache):
     after = jkv.branch(PARAMS, cache, TOKEN)[0]
     before = jax.tree.map(np.asarray, after)
     jkv.step(PARAMS, after.rollback(1), TOKEN)
@@ -71,7 +71,7 @@ def test_a_step_after_a_rollback_takes_nothing_of_the_cache_that_goes_on(cache):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-def test_a_cache_that_was_given_away_is_refused(cache, tmp_path):
+def test_donated_cache_is_refused(cache, tmp_path):
     given = jkv.branch(PARAMS, cache, TOKEN)[0]
     after, _ = jkv.step(PARAMS, given, TOKEN)
     for use in (
@@ -86,13 +86,13 @@ def test_a_cache_that_was_given_away_is_refused(cache, tmp_path):
     assert after.seen.tolist() == [62, 47]
 
 
-def test_steps_go_into_a_program_of_the_callers_own(cache):
+def test_step_can_be_jitted(cache):
     stepped = jax.jit(lambda cache, token: jkv.step(PARAMS, cache, token)[1])(cache, TOKEN)
     np.testing.assert_allclose(stepped, jkv.branch(PARAMS, cache, TOKEN)[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("text", ["full", "int4", "h2o(budget=90)", "snapkv(budget=32, window=8) | append"])
-def test_a_step_that_a_cache_has_no_room_for_is_refused(text: str):
+def test_step_beyond_reserve_is_refused(text: str):
     """What holds every token would lose one, and say nothing; a row that pauses needs no room."""
     cache, _ = jkv.prefill(PARAMS, text, [PROMPT[0][:40], PROMPT[1][:38]], reserve=20)
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_step_that_a_cache_has_no_room_for_is_refused(text: str):
         assert (np.asarray(after.kept()).min((0, 2)) == after.seen).all()
 
 
-def test_steps_end_with_the_context_but_where_positions_are_relative():
+def test_only_relative_positions_step_past_context():
     """There they go on as `generate` does, which knows beforehand how far it goes."""
     short = jkv.models.random({**jkv.models.TINY, "max_position_embeddings": 64}, 0, jnp.float32)
     rows, text = [PROMPT[0][:40]], "streaming(budget=24)"
@@ -126,7 +126,7 @@ def test_steps_end_with_the_context_but_where_positions_are_relative():
     assert found == jkv.generate(short, text, rows, max_new_tokens=60, stop_ids=()).tokens[0]
 
 
-def test_a_row_that_pauses_has_no_logits():
+def test_paused_row_has_nan_logits():
     cache, _ = jkv.prefill(PARAMS, "full", PROMPT)
     _, logits = jkv.branch(PARAMS, cache, jnp.array([-1, 4]))
     assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
@@ -134,7 +134,7 @@ def test_a_row_that_pauses_has_no_logits():
 
 @pytest.mark.parametrize("text", ["snapkv(budget=40, window=8)", "tova(budget=40)", "h2o(budget=40)"])
 @pytest.mark.parametrize("steps", [5, 20])
-def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):
+def test_paused_row_keeps_its_queries(text: str, steps: int):
     """Those of the row alone, of as many of its tokens: another row's steps, and the flushes between, take none."""
     rng = np.random.default_rng(5)
     said = rng.integers(3, 90, (2, 60))
@@ -153,7 +153,7 @@ def test_a_row_that_pauses_keeps_its_queries(text: str, steps: int):
 
 
 @pytest.mark.parametrize("text", ["snapkv(budget=40, window=8)", "tova(budget=40)", "h2o(budget=40)"])
-def test_a_shorter_text_of_a_batch_keeps_older_queries(text: str):
+def test_shorter_row_of_extend_keeps_older_queries(text: str):
     """And what is asked after a pause is found: a row's cache after it is that of the row alone."""
     more = [[7, 8, 9], list(range(20, 60))]
     both, _ = jkv.extend(PARAMS, jkv.prefill(PARAMS, text, [PROMPT[0], PROMPT[0][:50]], reserve=80)[0], more)
@@ -163,7 +163,7 @@ def test_a_shorter_text_of_a_batch_keeps_older_queries(text: str):
         np.testing.assert_array_equal(np.sort(got.tiers[0].pos[0]), np.sort(want.tiers[0].pos[0]))
 
 
-def test_queries_of_a_row_that_pauses_are_counted_once():
+def test_paused_row_queries_are_counted_once():
     """A flush adds the attention of what came since the last one, and the ring has older queries too."""
     cache, _ = jkv.prefill(PARAMS, "h2o(budget=100)", PROMPT, reserve=80)
     sums = []

@@ -41,7 +41,7 @@ def length(tokens: list[int], stop: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 50])
-def test_what_comes_with_a_stop_text_and_behind_it_is_not_told(size: int):
+def test_stop_string_and_later_text_are_not_emitted(size: int):
     """Stop texts that begin and end inside of tokens, several at once, and none."""
     rng = np.random.default_rng(size)
     for _ in range(40):
@@ -72,7 +72,7 @@ def test_what_comes_with_a_stop_text_and_behind_it_is_not_told(size: int):
 
 
 @pytest.mark.slow
-def test_generate_a_stream_drafts_and_a_job_end_at_the_same_token(tmp_path: Path):
+def test_stop_string_ends_all_flows_at_same_token(tmp_path: Path):
     """In the middle of a block; the receipt and the comparison with the full cache end there too."""
     free = jkv.generate(PARAMS, "full", PROMPT, **HOW).tokens
     stop = (PAIRS.decode(free[20:22])[1:],)

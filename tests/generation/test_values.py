@@ -36,7 +36,7 @@ def steps(params, cache, token, n):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_saved_cache_goes_on_alike(params, text, tmp_path):
+def test_saved_cache_round_trips(params, text, tmp_path):
     cache, logits = jkv.prefill(params, text, PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)
     cache, _ = steps(params, cache, token, 5)
@@ -55,7 +55,7 @@ def test_cache_of_another_model_is_refused(params, tmp_path):
         jkv.load_cache(tmp_path / "c", other)
 
 
-def test_a_cache_of_another_config_is_refused(params, tmp_path):
+def test_cache_of_another_config_is_refused(params, tmp_path):
     cache, _ = jkv.prefill(params, "full", PROMPT)
     jkv.save_cache(cache, tmp_path / "c", params)
     with pytest.raises(FormatError, match=r"its cache is full, not int8; leave out config="):
@@ -72,7 +72,7 @@ def test_truncated_cache_is_refused(params, tmp_path):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_rollback_is_exact_since_the_last_flush(params, text):
+def test_rollback_is_exact_since_last_flush(params, text):
     cache, logits = jkv.prefill(params, text, PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)
     cache, _ = steps(params, cache, token, 3)
@@ -82,14 +82,14 @@ def test_rollback_is_exact_since_the_last_flush(params, text):
     np.testing.assert_array_equal(got, want)
 
 
-def test_rollback_past_a_flush_is_refused(params):
+def test_rollback_past_flush_is_refused(params):
     cache, logits = jkv.prefill(params, "h2o(budget=40)", PROMPT)
     with pytest.raises(ValueError, match="keep the older"):
         cache.rollback(1)
 
 
 @pytest.mark.parametrize("text", ["full(recent=0)", "snapkv(budget=40, window=8)"])
-def test_rollback_goes_no_further_than_the_row_that_paused(params, text):
+def test_rollback_is_bounded_by_paused_row(params, text):
     cache, logits = jkv.prefill(params, text, PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)
     for i in range(5):
@@ -99,14 +99,14 @@ def test_rollback_goes_no_further_than_the_row_that_paused(params, text):
     assert (cache.rollback(1).seen == cache.seen - 1).all()
 
 
-def test_texts_of_another_number_of_rows_are_refused_where_queries_are_kept(params):
+def test_extend_with_wrong_row_count_is_refused(params):
     cache, _ = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
     for rows in (1, 3):
         with pytest.raises(ValueError, match=f"the cache has 2 rows and the prompt {rows}: give one text a row"):
             jkv.extend(params, cache, [[7]] * rows)
 
 
-def test_text_behind_a_rollback_is_refused_where_it_asks_for_queries_that_are_gone(params):
+def test_extend_is_refused_if_rollback_dropped_its_queries(params):
     before, _ = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
     after = before
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_text_behind_a_rollback_is_refused_where_it_asks_for_queries_that_are_go
         np.testing.assert_array_equal(got[0].kept(), want[0].kept())
 
 
-def test_forks_of_a_row_repeat_it(params):
+def test_forked_rows_equal_original(params):
     cache, logits = jkv.prefill(params, "snapkv(budget=40, window=8)", PROMPT)
     token = logits.argmax(-1).astype(jnp.int32)
     _, one = steps(params, cache, token, 20)
@@ -129,7 +129,7 @@ def test_forks_of_a_row_repeat_it(params):
     np.testing.assert_array_equal(np.repeat(one, 2, 0), two)
 
 
-def test_extend_is_prefill_of_the_whole(params):
+def test_extend_equals_prefill_of_whole(params):
     cache, _ = jkv.prefill(params, "full", PROMPT, reserve=128)
     more = [[5, 6, 7], [8, 9, 10, 11, 12]]
     _, logits = jkv.extend(params, cache, more)
@@ -137,7 +137,7 @@ def test_extend_is_prefill_of_the_whole(params):
     np.testing.assert_allclose(logits, want, atol=1e-5)
 
 
-def test_extend_beyond_the_room_is_refused(params):
+def test_extend_beyond_reserve_is_refused(params):
     cache, _ = jkv.prefill(params, "full", PROMPT, reserve=16)
     with pytest.raises(ValueError, match="larger reserve="):
         jkv.extend(params, cache, [[1] * 100, [1] * 100])

@@ -23,7 +23,7 @@ DRAWN = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=[3, 4])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for cases in rig.CASES.values() for case in cases], ids=str)
-def test_tokens_are_those_without_it(case: rig.Case):
+def test_tokens_are_unchanged_by_x64(case: rig.Case):
     def said(**how) -> list[list[int]]:
         return jkv.generate(rig.MODELS[case.model], case.tight, ROWS, max_new_tokens=20, **how).tokens
 
@@ -34,7 +34,7 @@ def test_tokens_are_those_without_it(case: rig.Case):
         assert {*compilation.PROGRAMS} <= programs  # none is compiled anew
 
 
-def test_drawn_tokens_are_those_without_it():
+def test_sampled_tokens_are_unchanged_by_x64():
     params = models.random(dict(models.TINY, num_hidden_layers=1))
     want = jkv.generate(params, None, [5, 6, 7] * 20, max_new_tokens=4, temperature=1.0).tokens
     with jax.enable_x64(True):
@@ -42,7 +42,7 @@ def test_drawn_tokens_are_those_without_it():
 
 
 @pytest.mark.slow
-def test_drafts_are_those_without_it():
+def test_drafts_are_unchanged_by_x64():
     want = jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, drafter="suffix").tokens
     with jax.enable_x64(True):
         assert jkv.generate(rig.PARAMS, None, [5, 6, 7] * 20, max_new_tokens=12, drafter="suffix").tokens == want
@@ -74,7 +74,7 @@ def test_caches_and_logits_have_no_64_bits(tmp_path):
             assert jnp.arange(1).dtype == jnp.int64
 
 
-def test_a_command_is_a_program_of_its_own(monkeypatch):
+def test_cli_disables_x64(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     monkeypatch.setattr(app, "app", lambda: None)
     app.main()

@@ -29,7 +29,7 @@ def test_round_trip(tmp_path, dtype, shape):
     assert meta == {"n": 1, "deep": {"x": [1, None, "é"]}}
 
 
-def test_jax_and_strided_arrays(tmp_path):
+def test_jax_and_strided_arrays_round_trip(tmp_path):
     value = np.arange(12.0).reshape(3, 4)
     arrays = {"t": value.T, "s": value[::2, ::-1], "j": jnp.arange(3, dtype=jnp.bfloat16), "e": value.astype(">f8")}
     array_file.write(tmp_path / "c", arrays, {})
@@ -40,7 +40,7 @@ def test_jax_and_strided_arrays(tmp_path):
     assert got["j"].dtype == ml_dtypes.bfloat16
 
 
-def test_what_is_read_outlives_the_file(tmp_path):
+def test_arrays_outlive_file(tmp_path):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.ones(1000)}, {})
     arrays, _ = array_file.read(path)
@@ -48,7 +48,7 @@ def test_what_is_read_outlives_the_file(tmp_path):
     assert arrays["a"].sum() == 1000
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_write_leaves_old_file(tmp_path, monkeypatch):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.ones(3)}, {"step": 1})
 
@@ -83,7 +83,7 @@ array_file.write(sys.argv[1], {"a": np.zeros(3)}, {"step": 2})
 """
 
 
-def test_a_file_that_cannot_grow_leaves_the_old_one(tmp_path):
+def test_file_size_limit_leaves_old_file(tmp_path):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.ones(3)}, {"step": 1})
     done = subprocess.run([sys.executable, "-c", FULL, path], capture_output=True, text=True, timeout=60)
@@ -92,19 +92,19 @@ def test_a_file_that_cannot_grow_leaves_the_old_one(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_killed_write_leaves_the_old_file(tmp_path):
+def test_killed_write_leaves_old_file(tmp_path):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.ones(3)}, {"step": 1})
     assert subprocess.run([sys.executable, "-c", KILLED, path], timeout=60).returncode == 9
     assert array_file.read(path)[1] == {"step": 1}
 
 
-def test_missing_folder(tmp_path):
+def test_write_to_missing_folder_is_refused(tmp_path):
     with pytest.raises(OSError, match="cannot write"):
         array_file.write(tmp_path / "no" / "c", {"a": np.ones(3)}, {})
 
 
-def test_what_cannot_be_stored(tmp_path):
+def test_unsupported_arrays_and_metadata_are_refused(tmp_path):
     path = tmp_path / "c"
     with pytest.raises(ValueError, match="array 'a' has type complex"):
         array_file.write(path, {"a": np.ones(3, complex)}, {})
@@ -134,13 +134,13 @@ def save(path, header):
         ({"jkv": '{"version": 1, "meta": []}'}, "no JSON object"),
     ],
 )
-def test_other_files_are_refused(tmp_path, header, cause):
+def test_foreign_files_are_refused(tmp_path, header, cause):
     save(tmp_path / "c", header)
     with pytest.raises(FormatError, match=cause):
         array_file.read(tmp_path / "c")
 
 
-def test_absent_and_empty(tmp_path):
+def test_absent_and_empty_files_are_refused(tmp_path):
     with pytest.raises(FormatError, match="no such file"):
         array_file.read(tmp_path / "c")
     with pytest.raises(FormatError, match="no such file"):
@@ -152,7 +152,7 @@ def test_absent_and_empty(tmp_path):
 
 @settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_fuzz(tmp_path, data):
+def test_fuzzed_file_raises_only_format_error(tmp_path, data):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.ones(3), "b": np.zeros((2, 2), np.int8)}, {"n": [1, 2]})
     content = bytearray(path.read_bytes())
@@ -165,7 +165,7 @@ def test_fuzz(tmp_path, data):
         pass
 
 
-def test_any_byte_that_is_turned_is_refused_or_says_nothing(tmp_path):
+def test_any_bit_flip_is_refused_or_harmless(tmp_path):
     path = tmp_path / "c"
     array_file.write(path, {"a": np.arange(3.0), "b": np.zeros((2, 2), np.int8)}, {"n": [1, 2], "text": "é"})
     whole, (arrays, meta) = path.read_bytes(), array_file.read(path)
@@ -184,7 +184,7 @@ def test_any_byte_that_is_turned_is_refused_or_says_nothing(tmp_path):
     assert taken < len(whole) / 100
 
 
-def test_arrays_are_read_when_they_are_asked_for_by_name(tmp_path):
+def test_arrays_are_read_by_name(tmp_path):
     array_file.write(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)}, {"n": 1})
     with array_file.opened(tmp_path / "c") as (meta, names, read):
         assert meta == {"n": 1} and names == ["a", "b"] and read(["b", "a"])["a"].sum() == 3
@@ -194,7 +194,7 @@ def test_arrays_are_read_when_they_are_asked_for_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
-def test_a_file_can_be_read_by_whom_the_user_lets_read(tmp_path, mask):
+def test_file_mode_follows_umask(tmp_path, mask):
     before = os.umask(mask)
     try:
         array_file.write(tmp_path / "c", {"a": np.ones(3)}, {})

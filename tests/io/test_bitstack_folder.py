@@ -56,7 +56,7 @@ def least() -> int:
     return tables + vectors + sum(signed.block_bytes(x, K) for x in bitstack.shapes(MODEL).values())
 
 
-def test_the_first_blocks_that_fit_are_taken(folder: bitstack.Folder):
+def test_byte_budget_takes_first_blocks_that_fit(folder: bitstack.Folder):
     sizes = {place: signed.block_bytes(shape, K) for place, shape in bitstack.shapes(MODEL).items()}
     assert list(sizes) == PLACES
     for n in range(len(ORDER) + 1):
@@ -68,7 +68,7 @@ def test_the_first_blocks_that_fit_are_taken(folder: bitstack.Folder):
             assert tree_bytes(models.abstract(MODEL, form=form)) == size
 
 
-def test_a_model_has_the_blocks_of_the_folder(folder: bitstack.Folder):
+def test_loaded_weights_equal_folder_blocks(folder: bitstack.Folder):
     p = load(asked(least() + signed.block_bytes(bitstack.shapes(MODEL)[ORDER[0]], K), blocks=str(folder.path)))
     for place in PLACES:
         w, n = p.layers[0][place[1]], 2 if place == ORDER[0] else 1
@@ -79,7 +79,7 @@ def test_a_model_has_the_blocks_of_the_folder(folder: bitstack.Folder):
     assert all(np.array_equal(*x) for x in zip(*map(jax.tree.leaves, (p.embed, floats.embed)), strict=True))
 
 
-def test_without_a_folder_blocks_are_made_level_by_level(capsys: pytest.CaptureFixture[str]):
+def test_blocks_are_made_level_by_level_without_folder(capsys: pytest.CaptureFixture[str]):
     sizes = [signed.block_bytes(x, K) for x in bitstack.shapes(MODEL).values()]
     p = load(asked(least() + sum(sizes) + sizes[0], k=K))
     assert [w.right.shape[0] for w in map(p.layers[0].get, ("qkv", "o", "gate_up", "down"))] == [3, 2, 2, 2]
@@ -104,37 +104,37 @@ def test_without_a_folder_blocks_are_made_level_by_level(capsys: pytest.CaptureF
         ("bitstick(bytes='1MB')", r"must be one of int8, int4, file, bitstack\(bytes=...\), or left out"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(text: str, cause: str):
+def test_invalid_weight_options_are_refused(text: str, cause: str):
     with pytest.raises(ValueError, match=cause):
         load(text)
 
 
-def test_one_byte_less_than_the_least_is_refused_with_the_least():
+def test_byte_budget_below_minimum_is_refused():
     assert tree_bytes(load(asked(least(), k=K))) == least()
     with pytest.raises(ValueError, match=f"one block of each matrix takes {least()} "):
         load(asked(least() - 1, k=K))
 
 
-def test_another_model_is_refused(folder: bitstack.Folder):
+def test_blocks_of_another_model_are_refused(folder: bitstack.Folder):
     name = "model.layers.0.self_attn.o_proj.weight"
     other = {**TREE, name: TREE[name] + 1}
     with pytest.raises(ValueError, match="has the blocks of the model .* and this one is"):
         load(asked("1MB", blocks=str(folder.path)), other)
 
 
-def test_weights_with_nan_are_refused():
+def test_nan_weights_are_refused():
     name = "model.layers.0.self_attn.o_proj.weight"
     with pytest.raises(ValueError, match=f"bitstack weights: {name}: NaN or infinity in it"):
         load(asked("1MB", k=K), {**TREE, name: np.full_like(TREE[name], np.nan)})
 
 
-def test_a_mesh_is_refused():
+def test_mesh_is_refused():
     with pytest.raises(ValueError, match="bitstack weights are of one device: leave the mesh out"):
         load(asked("1MB", k=K), mesh="model=1")
 
 
 @pytest.mark.parametrize("what", ["cut", "other run", "nan", "gone", "card", "order", "text", "shape", "type"])
-def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
+def test_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
     file, card = folder.file((0, "o")), folder.path / bitstack.CARD
     signs, left, right = folder.blocks((0, "o"))
     if what == "cut":
@@ -161,7 +161,7 @@ def test_a_damaged_folder_is_refused(folder: bitstack.Folder, what: str):
         load(asked("1MB", blocks=str(folder.path)))
 
 
-def test_a_failed_write_leaves_what_was_there(folder: bitstack.Folder, monkeypatch: pytest.MonkeyPatch):
+def test_failed_write_leaves_old_blocks(folder: bitstack.Folder, monkeypatch: pytest.MonkeyPatch):
     before = folder.blocks((0, "o"))
     monkeypatch.setattr(array_file, "sync", lambda path: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
@@ -169,7 +169,7 @@ def test_a_failed_write_leaves_what_was_there(folder: bitstack.Folder, monkeypat
     np.testing.assert_array_equal(folder.blocks((0, "o"))[0], before[0])
 
 
-def test_a_plan_counts_their_bytes_and_refuses_several_devices():
+def test_memory_estimate_counts_bytes_and_refuses_two_devices():
     form, _ = kept("", Source(CONFIG, TENSORS), "float32", asked(least(), k=K))
     job = Job(model=MODEL, config=parse("full"), batch=1, context=64, chunk=0, dtype=np.dtype("float32"), form=form)
     one = target("cpu")
@@ -180,7 +180,7 @@ def test_a_plan_counts_their_bytes_and_refuses_several_devices():
 
 
 @pytest.mark.slow
-def test_a_cache_goes_on_after_a_save(tmp_path: Path):
+def test_saved_cache_round_trips(tmp_path: Path):
     p = load(asked(2 * least(), k=K))
     ids = [3, 1, 4] * 20
     spec = "snapkv(budget=40, window=8) | int8"

@@ -49,14 +49,14 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("template", [*TIME, *MEMORY])
-def test_no_template_takes_more_than_it_is_given(template: str, monkeypatch: pytest.MonkeyPatch):
+def test_template_time_and_memory_are_bounded(template: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     with pytest.raises(ValueError, match="chat template failed"):
         render(template, {"messages": []})
     assert render("{{ 1 + 1 }}", {}) == "2"  # and the next one is served
 
 
-def test_a_process_that_is_not_let_run_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_stopped_child_process_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chat_template, "LOOK", 1e-4)  # however often it is looked at, one that is slow is not ended
     assert render("{{ 1 }}", {}) == "1"
     chat_template._CHILD.process.send_signal(signal.SIGSTOP)
@@ -81,27 +81,27 @@ DIALECT = [
 
 
 @pytest.mark.parametrize(("template", "text"), DIALECT)
-def test_what_templates_of_real_models_use_works(template: str, text: str):
+def test_constructs_of_real_templates_render(template: str, text: str):
     names = {"x": {"b": "é<", "a": [1, 2]}, "messages": [{"role": "user", "content": "é"}]}
     assert render(template, names) == text
 
 
-def test_a_template_can_say_the_date():
+def test_strftime_now_renders_date():
     said = render("{{ strftime_now('%Y-%m-%d') }}", {})
     assert abs((datetime.strptime(said, "%Y-%m-%d") - datetime.now()).days) <= 1
 
 
-def test_texts_go_there_and_back_as_they_are():
+def test_texts_round_trip():
     for text in ("", "a" * 10**6, "é漢🎉\0\r\n\x85\u2028", "\ud800", "</script>&"):
         assert render("{{ x }}", {"x": text}) == text
 
 
-def test_what_is_no_plain_value_is_refused():
+def test_non_plain_values_are_refused():
     with pytest.raises(ValueError, match="texts, numbers, lists and mappings"):
         render("{{ x }}", {"x": object()})
 
 
-def test_a_template_is_read_once_and_one_process_serves_all():
+def test_template_is_compiled_once_by_one_process():
     render("{{ 0 }}", {})
     first = chat_template._CHILD.process
     deep = "{{ x }}" + "{% if x %}{{ x }}{% endif %}" * 2000
@@ -136,7 +136,7 @@ def test_only_time_on_the_processor_counts(monkeypatch: pytest.MonkeyPatch):
     assert chat_template._CHILD.process is first
 
 
-def test_threads_get_their_own_answers():
+def test_concurrent_renders_do_not_mix():
     got: dict[int, set[str]] = {}
 
     def ask(i: int) -> None:
@@ -159,7 +159,7 @@ print(text, chat_template._CHILD.process.pid, *{{"jax", "jinja2"}} & set(sys.mod
 """
 
 
-def test_the_process_ends_with_the_one_that_began_it():
+def test_child_process_ends_with_parent():
     code = ENDS.format(path=sys.path)
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     said, child, *loaded = done.stdout.split()
@@ -168,7 +168,7 @@ def test_the_process_ends_with_the_one_that_began_it():
         os.kill(int(child), 0)
 
 
-def test_the_process_imports_nothing_of_the_runtime():
+def test_child_process_imports_only_stdlib_and_jinja2():
     source = (chat_template.Path(chat_template.__file__).with_name("chat_template_child.py")).read_text()
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.M))
     assert "jinja2" in imported and imported <= {*sys.stdlib_module_names, "jinja2"}

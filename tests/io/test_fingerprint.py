@@ -34,7 +34,7 @@ def nudged(x: jax.Array, seed: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_bit_of_any_weight_is_another_model(case: str):
+def test_any_weight_bit_changes_fingerprint(case: str):
     params = models.random(CASES[case])
     leaves, tree = jax.tree.flatten(params)
     seen = {fingerprint(params)}
@@ -46,12 +46,12 @@ def test_any_bit_of_any_weight_is_another_model(case: str):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_is_named_in_the_types_that_it_was_not_read_in(case: str, dtype: str):
+def test_fingerprint_in_another_dtype_equals_model_of_that_dtype(case: str, dtype: str):
     one, two = models.random(CASES[case]), models.random(CASES[case], dtype=jnp.dtype(dtype))
     assert fingerprint(one, dtype) == fingerprint(two) and fingerprint(two) in trained_weights.identities(one)
 
 
-def test_the_place_of_a_number_counts():
+def test_weight_layout_changes_fingerprint():
     params = models.random(models.TINY)
     layers = (params.layers[1], params.layers[0])
     moved = [
@@ -66,7 +66,7 @@ def test_the_place_of_a_number_counts():
     assert len({fingerprint(p) for p in (params, *moved)}) == 1 + len(moved)
 
 
-def test_every_number_of_the_config_that_makes_a_product_counts():
+def test_config_numbers_change_fingerprint():
     params = models.random(CASES["mistral"])
     c = params.config
     others = dict(eps=0.1, act="gelu_tanh", scale=2 * c.scale, windows=(2,) * 3, embed_scale=2.0, family="llama")
@@ -78,14 +78,14 @@ def test_every_number_of_the_config_that_makes_a_product_counts():
     assert len({fingerprint(p) for p in (params, *made)}) == 1 + len(made)
 
 
-def test_how_a_file_writes_the_config_does_not_count():
+def test_config_notation_does_not_change_fingerprint():
     """GGUF keeps its numbers in float32, and begin and end ids may come from a tokenizer or not."""
     params = models.random(models.TINY | dict(rms_norm_eps=1e-5))
     again = models.random(models.TINY | dict(rms_norm_eps=float(np.float32(1e-5)), eos_token_id=[2, 5], bos_token_id=1))
     assert params.config != again.config and fingerprint(params) == fingerprint(again)
 
 
-def test_what_is_known_of_an_array_goes_with_it():
+def test_cached_digests_are_freed_with_arrays():
     before = len(identity._KNOWN)
     params = models.random(models.TINY)
     assert fingerprint(params) == fingerprint(params) and len(identity._KNOWN) > before
@@ -109,7 +109,7 @@ for hf in (models.TINY, dict(models.TINY, model_type="bamba", num_hidden_layers=
 """
 
 
-def test_a_model_over_devices_has_the_name_of_the_whole():
+def test_sharding_does_not_change_fingerprint():
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     done = subprocess.run([sys.executable, "-c", DIVIDED], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ def folder_of(source: Any, folder: Path) -> Path:
     return folder
 
 
-def test_a_file_and_a_folder_of_equal_weights_are_one_model(tmp_path: Path):
+def test_gguf_and_folder_of_equal_weights_share_fingerprint(tmp_path: Path):
     whole = ggufs.tiny(tmp_path / "m.gguf")
     folder = folder_of(load.read(whole), tmp_path / "folder")
     for dtype in DTYPES:

@@ -26,7 +26,7 @@ def nested(flat):
     return out
 
 
-def test_every_shape_of_a_tree_is_the_model():
+def test_flat_nested_and_listed_trees_load_equally():
     listed = nested(FLAT)
     listed["model"]["layers"] = [listed["model"]["layers"][str(i)] for i in range(C.layers)]
     for tree in (FLAT, nested(FLAT), jax.tree.map(jax.numpy.asarray, listed)):
@@ -35,7 +35,7 @@ def test_every_shape_of_a_tree_is_the_model():
         np.testing.assert_array_equal(got.embed, PARAMS.embed)
 
 
-def test_what_orbax_restores(tmp_path):
+def test_orbax_checkpoint_loads(tmp_path):
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as saver:
@@ -45,7 +45,7 @@ def test_what_orbax_restores(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got.layers, PARAMS.layers)
 
 
-def test_what_is_no_such_tree_is_refused():
+def test_invalid_trees_are_refused():
     with pytest.raises(ValueError, match="1 tensors unused: model.extra"):
         jkv.from_tree(CONFIG, FLAT | {"model.extra": np.ones(3)})
     with pytest.raises(ValueError, match="model.norm.weight has shape"):

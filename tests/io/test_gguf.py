@@ -21,7 +21,7 @@ K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_types_come_back_as_gguf_packs_them(tmp_path, kind):
+def test_simple_types_equal_gguf_package(tmp_path, kind):
     number = GGMLQuantizationType[kind]
     value = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
     file = open_file(ggufs.write(tmp_path / "m.gguf", {"a": value, "b": value[:1]}, {}, kinds={"a": number}))
@@ -34,7 +34,7 @@ def test_types_come_back_as_gguf_packs_them(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", K_QUANTS)
-def test_k_quants_come_back_as_gguf_reads_them(tmp_path, kind):
+def test_k_quants_equal_gguf_package(tmp_path, kind):
     number = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[number]
     packed = np.random.default_rng(1).integers(0, 60, (3, 2 * size), dtype=np.uint8)
@@ -45,7 +45,7 @@ def test_k_quants_come_back_as_gguf_reads_them(tmp_path, kind):
     np.testing.assert_array_equal(got, gguf.quants.dequantize(packed, number))
 
 
-def test_metadata_of_all_kinds(tmp_path):
+def test_metadata_of_all_types_round_trips(tmp_path):
     meta = {"text": "ä\n", "yes": True, "number": 7, "real": 0.5, "texts": ["a", ""], "numbers": [1, -2, 3]}
     got = open_file(ggufs.write(tmp_path / "m.gguf", {"a": np.ones(3, np.float32)}, meta)).meta
     got["numbers"] = got["numbers"].tolist()
@@ -53,7 +53,7 @@ def test_metadata_of_all_kinds(tmp_path):
     assert got["yes"] is True
 
 
-def test_agrees_with_the_reader_of_the_gguf_package(tmp_path):
+def test_reader_equals_gguf_package(tmp_path):
     path = ggufs.tiny(tmp_path / "m.gguf")
     ours, theirs = open_file(path), gguf.GGUFReader(path)
     assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
@@ -105,7 +105,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_are_refused_by_name_cause_and_way_out(tmp_path, case):
+def test_hostile_files_are_refused_with_cause_and_remedy(tmp_path, case):
     content, cause = HOSTILE[case]
     path = tmp_path / "evil.gguf"
     path.write_bytes(content)
@@ -117,14 +117,14 @@ def test_hostile_files_are_refused_by_name_cause_and_way_out(tmp_path, case):
     assert message.startswith(str(path)) and cause in message and "; " in message
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_absent_file_and_folder_are_refused(tmp_path):
     with pytest.raises(FormatError, match="cannot be read"):
         open_file(tmp_path / "absent.gguf")
     with pytest.raises(FormatError, match="cannot be read"):
         open_file(tmp_path)
 
 
-def test_a_lie_in_the_header_allocates_nothing(tmp_path):
+def test_hostile_headers_allocate_little_memory(tmp_path):
     tracemalloc = pytest.importorskip("tracemalloc")
     path = tmp_path / "evil.gguf"
     tracemalloc.start()
@@ -181,11 +181,11 @@ def test_fuzz_huge_numbers(tmp_path, honest, at, number):
 
 @settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
-def test_fuzz_anything(tmp_path, content):
+def test_fuzz_random_bytes(tmp_path, content):
     survives(tmp_path / "m.gguf", b"GGUF\3\0\0\0" + content)
 
 
-def test_every_cut_of_the_header_is_refused(tmp_path, honest):
+def test_truncated_header_is_refused(tmp_path, honest):
     for at in range(0, 3000, 37):
         path = tmp_path / "m.gguf"
         path.write_bytes(honest[:at])

@@ -61,7 +61,7 @@ def unheard(file, key, capsys):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_key_of_an_architecture_is_dropped_in_silence(files, arch, capsys):
+def test_architecture_keys_are_not_silently_ignored(files, arch, capsys):
     file = dataclasses.replace(files[arch], meta={k: x for k, x in files[arch].meta.items() if "tokenizer" not in k})
     keys = set(OWN) | {"rope.scale_linear", "invented"}
     if arch == "granite":  # where it switches rotation off
@@ -76,20 +76,20 @@ def test_no_key_of_an_architecture_is_dropped_in_silence(files, arch, capsys):
 
 
 @pytest.mark.parametrize("kind, unused", [("gpt2", UNUSED["gpt2"]), ("spm", UNUSED["llama"])])
-def test_no_key_of_a_tokenizer_is_dropped_in_silence(files, kind, unused, capsys):
+def test_tokenizer_keys_are_not_silently_ignored(files, kind, unused, capsys):
     for key in {*SHARED, "tokenizer.ggml.invented"}:
         dropped = unheard(files[kind], key, capsys)
         assert dropped == list(ODD) if key in HARMLESS or key in unused else dropped in ([], [True], [False]), key
 
 
 @pytest.mark.parametrize("key", ["llama.invented", "tokenizer.ggml.invented", "split.invented"])
-def test_an_unknown_key_is_refused_by_name_with_the_way_out(files, key, capsys):
+def test_unknown_key_is_refused_with_remedy(files, key, capsys):
     said = outcome(files["llama"], capsys, **{key: 3})
     assert f"metadata {key} is 3" in said and f"--remove-metadata {key}" in said
     assert outcome(files["llama"], capsys, **{"other.invented": 3}) == outcome(files["llama"], capsys)
 
 
-def test_none_is_0_or_the_largest_number(files, capsys):
+def test_zero_and_largest_number_mean_absent(files, capsys):
     plain = outcome(files["llama"], capsys)
     for value in (0, NONE):
         keys = ["expert_count", "attention.sliding_window", *(key for key in OPTIONAL if "tokenizer" not in key)]
@@ -99,12 +99,12 @@ def test_none_is_0_or_the_largest_number(files, capsys):
     assert "mixture of experts" in outcome(files["llama"], capsys, **{"llama.expert_count": 8})
 
 
-def test_a_template_of_tools_is_used_and_others_are_told(files, capsys):
+def test_tool_template_is_read_and_unused_ones_are_reported(files, capsys):
     named = {f"tokenizer.chat_template.{name}": "{{ tools }}" for name in ("tool_use", "rag")}
     *_, held, told = outcome(files["llama"], capsys, **named)
     assert held[-1] == "{{ tools }}"
     assert "has tokenizer.chat_template.rag too, which nothing here reads" in told
 
 
-def test_an_adapter_is_no_model(files, capsys):
+def test_adapter_file_is_refused(files, capsys):
     assert "general.type is 'adapter'" in outcome(files["llama"], capsys, **{"general.type": "adapter"})

@@ -44,7 +44,7 @@ ARCHS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "o
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_tensors_come_back_as_before_conversion(tmp_path, arch):
+def test_tensors_are_restored_to_unconverted_layout(tmp_path, arch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     original = ggufs.weights(arch)
     for short in ("token_embd", "output_norm"):
@@ -62,7 +62,7 @@ def test_tensors_come_back_as_before_conversion(tmp_path, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_each_architecture_builds_and_runs(tmp_path, arch):
+def test_every_architecture_builds_and_runs(tmp_path, arch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", arch, EXTRA.get(arch)))
     params = models.build(source.config, source.tensors, jnp.float32)
     logits = models.forward(params, jnp.ones((1, 5), int), jnp.arange(5)[None])
@@ -70,7 +70,7 @@ def test_each_architecture_builds_and_runs(tmp_path, arch):
     assert params.config.eos == (2, 0) and params.config.bos == 1
 
 
-def test_no_program_takes_the_tokenizer(tmp_path):
+def test_tokenizer_is_not_part_of_pytree(tmp_path):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
     params = models.build(source.config, source.tensors, jnp.float32)
     params = dataclasses.replace(params, tokenizer=source.tokenizer)
@@ -78,7 +78,7 @@ def test_no_program_takes_the_tokenizer(tmp_path):
     assert jax.tree.map(lambda x: x, params).tokenizer is None
 
 
-def test_biases_are_turned_with_their_rows(tmp_path):
+def test_biases_are_permuted_with_their_rows(tmp_path):
     bias = np.arange(ggufs.HEADS * ggufs.DIM, dtype=np.float32)
     extra = {"blk.0.attn_q.bias": ggufs.permute(bias, ggufs.HEADS)}
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "llama", tensors=extra))
@@ -86,7 +86,7 @@ def test_biases_are_turned_with_their_rows(tmp_path):
     assert source.config["attention_bias"]
 
 
-def test_config_is_what_the_file_says(tmp_path):
+def test_config_matches_metadata(tmp_path):
     config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "qwen3", {"qwen3.rope.freq_base": 5e5})).config
     assert config["model_type"] == "qwen3" and config["rope_theta"] == 5e5
     assert config["hidden_size"] == ggufs.WIDTH and config["num_hidden_layers"] == ggufs.LAYERS
@@ -94,14 +94,14 @@ def test_config_is_what_the_file_says(tmp_path):
     assert config["tie_word_embeddings"] and config["eos_token_id"] == [2, 0]
 
 
-def test_an_output_of_its_own_unties(tmp_path):
+def test_output_tensor_unties_head(tmp_path):
     head = np.full((ggufs.VOCAB, ggufs.WIDTH), 0.5, np.float32)
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", tensors={"output.weight": head}))
     assert not source.config["tie_word_embeddings"]
     np.testing.assert_array_equal(source.tensors["lm_head.weight"](), head)
 
 
-def test_gemma_constants(tmp_path):
+def test_gemma3_constants(tmp_path):
     extra = {"gemma3.attention.sliding_window": 512, "gemma3.rope.scaling.type": "linear"}
     extra |= {"gemma3.rope.scaling.factor": 8.0}
     config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma3", extra)).config
@@ -110,7 +110,7 @@ def test_gemma_constants(tmp_path):
     assert config["rope_local_base_freq"] == 1e4
 
 
-def test_gemma_2_constants(tmp_path):
+def test_gemma2_constants(tmp_path):
     config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma2", EXTRA["gemma2"])).config
     read = models.read_config(config)
     assert read.scale == Capped(by=ggufs.DIM**-0.5, cap=50.0) and read.head_scale == Capped(by=1.0, cap=30.0)
@@ -136,7 +136,7 @@ def test_granite_and_smollm3_constants(tmp_path):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_names_are_those_of_the_format(arch):
+def test_tensor_names_are_those_of_gguf_format(arch):
     kind = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known = {gguf.TENSOR_NAMES[x].format(bid=1) for x in gguf.MODEL_TENSORS[kind]}
     assert {name.rpartition(".")[0] for name in ggufs.weights(arch) if "blk.0" not in name} <= known
@@ -157,7 +157,7 @@ def llama3_table(theta, dim, factor=32.0, old=8192):
     return np.array(table, np.float32)
 
 
-def test_llama3_scaling_is_read_from_its_table(tmp_path):
+def test_llama3_rope_scaling_is_read_from_its_table(tmp_path):
     meta = {"llama.rope.freq_base": 500000.0, "llama.attention.key_length": 8}
     table = llama3_table(500000.0, 8)
     config = read_gguf(ggufs.tiny(tmp_path / "m.gguf", meta=meta, tensors={"rope_freqs.weight": table})).config
@@ -179,7 +179,7 @@ def rope(tmp_path, **changes):
     return models.read_config(read_gguf(ggufs.tiny(tmp_path / "m.gguf", meta=meta)).config).ropes[0]
 
 
-def test_rotary_scaling_is_that_of_llama_cpp(tmp_path):
+def test_rope_scaling_follows_llama_cpp(tmp_path):
     plain = rope(tmp_path)
     quarter = pytest.approx([x / 4 for x in plain.inv_freq])
     for same in ({"scaling__factor": 4.0}, {"scale_linear": 4.0}, {"scaling__type": "linear", "scaling__factor": 4.0}):
@@ -195,14 +195,14 @@ def test_rotary_scaling_is_that_of_llama_cpp(tmp_path):
     assert more.scale == pytest.approx(2 * gain) and more.inv_freq == rope(tmp_path, **yarn).inv_freq != plain.inv_freq
 
 
-def test_tables_of_frequencies_that_are_unread_are_told(tmp_path, capsys):
+def test_unused_rope_tables_are_reported(tmp_path, capsys):
     tables = {f"blk.{i}.attn_rot_embd.weight": np.ones(4, np.float32) for i in range(2)}
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf", tensors=tables))
     assert "blk.0.attn_rot_embd.weight and the like are left unread (2 tensors)" in capsys.readouterr().err
     assert len(source.tensors) == len(ggufs.weights())
 
 
-def test_layers_of_gemma_are_local_as_the_file_says(tmp_path):
+def test_gemma3_sliding_windows_follow_metadata(tmp_path):
     def windows(**changes):
         meta = {f"gemma3.attention.{key}": x for key, x in changes.items()}
         return models.read_config(read_gguf(ggufs.tiny(tmp_path / "m.gguf", "gemma3", meta)).config).windows
@@ -243,7 +243,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_would_run_wrongly_are_refused(tmp_path, case):
+def test_unsupported_models_are_refused(tmp_path, case):
     meta, tensors, cause = REFUSED[case]
     path = ggufs.tiny(tmp_path / "m.gguf", meta=meta, tensors=tensors)
     with pytest.raises(FormatError, match=cause) as caught:
@@ -251,6 +251,6 @@ def test_models_that_would_run_wrongly_are_refused(tmp_path, case):
     assert str(caught.value).startswith(str(path))
 
 
-def test_unknown_architecture_names_the_known_ones(tmp_path):
+def test_unknown_architecture_error_lists_known_ones(tmp_path):
     with pytest.raises(FormatError, match="'mamba'.*llama, qwen2, qwen3, gemma2, gemma3, granite, smollm3, olmo2"):
         read_gguf(ggufs.write(tmp_path / "m.gguf", {"a": np.ones(3, np.float32)}, {}, "mamba"))

@@ -24,7 +24,7 @@ def split(tmp_path):
     return whole, sorted(tmp_path.glob("m-0000?-of-00003.gguf"))
 
 
-def test_any_part_gives_the_whole_model(split):
+def test_any_part_loads_whole_model(split):
     whole, files = split
     assert len(files) == 3
     told = read_gguf(whole)
@@ -38,14 +38,14 @@ def test_any_part_gives_the_whole_model(split):
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_a_missing_part_is_refused_by_name(split, lost):
+def test_missing_part_is_refused_by_name(split, lost):
     files = split[1]
     files[lost].unlink()
     with pytest.raises(FormatError, match=f"{files[lost].name}: part {lost + 1} of 3 is missing; put it beside"):
         read_gguf(files[(lost + 1) % 3])
 
 
-def test_parts_that_are_not_of_one_model_are_refused(split, tmp_path):
+def test_mismatched_parts_are_refused(split, tmp_path):
     whole, files = split
     shutil.copy(files[1], files[2])
     with pytest.raises(FormatError, match=r"split.no and split.count are 1 and 3, where its name means 2 and 3"):
@@ -65,7 +65,7 @@ def test_parts_that_are_not_of_one_model_are_refused(split, tmp_path):
         (1, 2, {}, "'b' is in a part before it too"),
     ],
 )
-def test_parts_that_contradict_each_other_are_refused(tmp_path, place, total, more, cause):
+def test_contradictory_part_metadata_is_refused(tmp_path, place, total, more, cause):
     for i in range(2):
         meta = {"split.no": i, "split.count": 2, "split.tensors.count": total} | (more if i == place else {})
         names = ["b"] if "before" in cause else [str(i)]
@@ -74,6 +74,6 @@ def test_parts_that_contradict_each_other_are_refused(tmp_path, place, total, mo
         read_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 
-def test_names_are_those_of_the_gguf_package():
+def test_part_names_equal_gguf_package():
     shards = [gguf.gguf_writer.SHARD_NAME_FORMAT.format("m", i + 1, 12) for i in range(12)]
     assert list_parts(shards[4]) == shards

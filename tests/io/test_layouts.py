@@ -57,13 +57,13 @@ def fill(folder, names):
 
 
 @pytest.mark.parametrize("names, what, way_out", KINDS)
-def test_a_folder_of_another_kind_is_named_with_the_way_out(tmp_path, names, what, way_out):
+def test_foreign_folder_is_refused_with_remedy(tmp_path, names, what, way_out):
     with pytest.raises(FormatError, match=f"{what}.*; .*{way_out}"):
         read_folder(fill(tmp_path, names))
 
 
 @pytest.mark.parametrize("beside", ["training_args.bin", "original/", "onnx/", "checkpoint-5/", "m.gguf"])
-def test_what_lies_beside_a_model_does_not_matter(tmp_path, beside):
+def test_unrelated_files_beside_model_are_ignored(tmp_path, beside):
     assert list(read_folder(fill(tmp_path, (*WHOLE, beside))).tensors) == ["a"]
 
 
@@ -72,7 +72,7 @@ FILES += ("tokenizer.model", "generation_config.json", "special_tokens_map.json"
 
 
 @pytest.mark.parametrize("name", [*FILES, "shard", "m.gguf"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+def test_git_lfs_pointer_is_refused_with_remedy(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 1}))
     save_file({"a": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     if name in ("shard", "model.safetensors.index.json"):

@@ -18,7 +18,7 @@ from support import ggufs
 
 
 @pytest.mark.parametrize("dtype", load.DTYPES)
-def test_a_gguf_file(tmp_path, dtype):
+def test_gguf_file_loads_in_every_dtype(tmp_path, dtype):
     params = load.load(ggufs.tiny(tmp_path / "m.gguf"), dtype)
     assert params.embed.dtype == jnp.dtype(dtype)
     assert params.tokenizer.encode("hello") == [ggufs.TOKENS.index("hello")]
@@ -32,7 +32,7 @@ def make_folder(folder, source):
     source.tokenizer.core.save(str(folder / "tokenizer.json"))
 
 
-def test_folder_and_gguf_of_one_model_agree(tmp_path, monkeypatch):
+def test_folder_equals_gguf_of_same_model(tmp_path, monkeypatch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
     make_folder(tmp_path / "org" / "name", source)
     ids, pos = jnp.arange(6)[None], jnp.arange(6)[None]
@@ -46,7 +46,7 @@ def test_folder_and_gguf_of_one_model_agree(tmp_path, monkeypatch):
     assert load.read("org/name").config == source.config
 
 
-def test_a_head_that_the_config_denies_is_used_and_said(tmp_path, capsys):
+def test_untied_head_is_used_despite_config(tmp_path, capsys):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
     embed = np.asarray(source.tensors["model.embed_tokens.weight"]())
     for name, own in (("copy", embed), ("own", 2 * embed)):
@@ -78,7 +78,7 @@ def asked(tmp_path, monkeypatch):
     return calls
 
 
-def test_a_name_comes_from_its_wheel(tmp_path, monkeypatch):
+def test_model_name_is_fetched_from_wheel(tmp_path, monkeypatch):
     source = read_gguf(ggufs.tiny(tmp_path / "m.gguf"))
     monkeypatch.setattr(hub, "fetch", lambda name: tmp_path / "m.gguf")
     assert load.read("smollm2-135m").config == source.config
@@ -87,7 +87,7 @@ def test_a_name_comes_from_its_wheel(tmp_path, monkeypatch):
 @pytest.mark.parametrize("revision", [None, "v1.0", "main", "refs/pr/3", COMMIT])
 @pytest.mark.parametrize("repo", ["some-org/Some.Model-1", "a/b"])
 @pytest.mark.parametrize("prefix", ["hub:", ""])
-def test_a_repository(asked, capsys, prefix, repo, revision):
+def test_repository_is_read_at_revision(asked, capsys, prefix, repo, revision):
     what = prefix + repo + ("" if revision is None else f"@{revision}")
     source = load.read(what)
     assert source.config["hidden_size"] == ggufs.WIDTH and source.commit == COMMIT
@@ -97,7 +97,7 @@ def test_a_repository(asked, capsys, prefix, repo, revision):
 
 
 @pytest.mark.parametrize("what", ["runs/best", "runs/best@v1", "runs/Best-2.1"])
-def test_a_slip_in_a_local_path_asks_no_hub(asked, tmp_path, what):
+def test_mistyped_local_path_does_not_query_hub(asked, tmp_path, what):
     (tmp_path / "here" / "runs" / "bestt").mkdir(parents=True)
     with pytest.raises(ValueError, match=f"there is no folder '{what}' in runs; hub:{what} is the repository on a hub"):
         load.read(what)
@@ -106,20 +106,20 @@ def test_a_slip_in_a_local_path_asks_no_hub(asked, tmp_path, what):
 
 
 @pytest.mark.parametrize("what", ["./runs/best", "../runs/best", "~/runs", "/runs/best", "runs/best/", "a/b/c", "runs"])
-def test_what_is_written_as_a_path_asks_no_hub(asked, what):
+def test_path_syntax_does_not_query_hub(asked, what):
     with pytest.raises(ValueError, match="no model, file or folder"):
         load.read(what)
     assert not asked
 
 
 @pytest.mark.parametrize("what", ["hub:", "hub:name", "hub:a/b/c", "hub:a/b@", "hub:../b", "hub:a/b@-x", "hub:a/b@x y"])
-def test_what_is_no_repository_asks_no_hub(asked, what):
+def test_malformed_repository_does_not_query_hub(asked, what):
     with pytest.raises(ValueError, match="is no repository on a hub; write hub:org/name or hub:org/name@REVISION"):
         load.read(what)
     assert not asked
 
 
-def test_a_local_folder_has_no_commit(tmp_path):
+def test_local_folder_has_no_commit(tmp_path):
     make_folder(tmp_path / "org" / "name", read_gguf(ggufs.tiny(tmp_path / "m.gguf")))
     assert load.read(tmp_path / "org" / "name").commit is None
 
@@ -136,13 +136,13 @@ def test_a_local_folder_has_no_commit(tmp_path):
         ("", "neither|no model|config.json"),
     ],
 )
-def test_unknown_names(monkeypatch, tmp_path, what, cause):
+def test_unknown_names_are_refused_with_suggestion(monkeypatch, tmp_path, what, cause):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=cause):
         load.load(what)
 
 
-def test_sixteen_bits_on_a_cpu_are_said_to_be_slow(tmp_path, capsys, monkeypatch):
+def test_bfloat16_on_cpu_is_noted_as_slow(tmp_path, capsys, monkeypatch):
     file = ggufs.tiny(tmp_path / "m.gguf")
     load.load(file)
     assert capsys.readouterr().err == ""
@@ -160,7 +160,7 @@ def test_sixteen_bits_on_a_cpu_are_said_to_be_slow(tmp_path, capsys, monkeypatch
         (dict(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"), "float32", "bfloat16"),
     ],
 )
-def test_weights_are_in_floats_that_the_device_multiplies(device, dtype: str, slow: str, capsys, monkeypatch):
+def test_default_dtype_follows_device(device, dtype: str, slow: str, capsys, monkeypatch):
     monkeypatch.setattr("jax.devices", lambda *_: [types.SimpleNamespace(**device)])
     assert load.dtype_of(None) == dtype and load.dtype_of("bfloat16") == "bfloat16"
     for asked in ("float32", "float16", "bfloat16"):
@@ -170,7 +170,7 @@ def test_weights_are_in_floats_that_the_device_multiplies(device, dtype: str, sl
         assert not said or "take float32, or float16 where" in said
 
 
-def test_other_files_and_dtypes(tmp_path):
+def test_unsupported_files_and_dtypes_are_refused(tmp_path):
     (tmp_path / "weights.pt").touch()
     with pytest.raises(ValueError, match="neither a .gguf file nor a folder"):
         load.load(tmp_path / "weights.pt")
@@ -185,6 +185,6 @@ def modules_after(*imports):
     return set(done.stdout.split())
 
 
-def test_importing_the_readers_adds_nothing_heavy():
+def test_importing_readers_adds_no_modules():
     # Whatever `import jkv` itself needs is not theirs.
     assert modules_after("jkv.io.load", "jkv.io.gguf_model", "jkv.io.array_file") <= modules_after("jkv")

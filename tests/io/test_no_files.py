@@ -26,7 +26,7 @@ def folder(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
-def test_what_is_no_small_file_is_refused(tmp_path: Path, name: str, kind: str):
+def test_pipes_devices_and_huge_files_are_refused(tmp_path: Path, name: str, kind: str):
     path = folder(tmp_path) / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -40,7 +40,7 @@ def test_what_is_no_small_file_is_refused(tmp_path: Path, name: str, kind: str):
         safetensors.read_folder(tmp_path)
 
 
-def test_a_card_holds_no_number_that_json_lacks(tmp_path: Path):
+def test_card_writes_nan_as_null(tmp_path: Path):
     trained_weights.write(tmp_path, {"x": np.ones(2)}, {"method": "trimkv", "model": ["a"], "loss": float("nan")})
     card = json.loads((tmp_path / trained_weights.CARD).read_text(), parse_constant=pytest.fail)
     assert card["loss"] is None and card["method"] == "trimkv"

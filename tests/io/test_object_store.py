@@ -52,7 +52,7 @@ def opened(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
-def test_a_folder_comes_without_what_can_carry_code(opened: list[str]):
+def test_folder_is_fetched_without_code_files(opened: list[str]):
     folder = object_store.fetched(str(MODEL))
     assert {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")} == {
         x: FILES[x] for x in ("config.json", "model.safetensors")
@@ -60,7 +60,7 @@ def test_a_folder_comes_without_what_can_carry_code(opened: list[str]):
     assert opened == ["config.json", "model.safetensors"]
 
 
-def test_only_what_has_changed_is_fetched_again(cache: Path, opened: list[str]):
+def test_only_changed_files_are_fetched_again(cache: Path, opened: list[str]):
     folder = object_store.fetched(str(MODEL))
     opened.clear()
     assert object_store.fetched(MODEL) == folder and opened == []
@@ -77,7 +77,7 @@ def test_only_what_has_changed_is_fetched_again(cache: Path, opened: list[str]):
     assert not (folder / "tokenizer.json").exists()
 
 
-def test_a_store_without_times_is_asked_each_time(opened: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_store_without_mtime_is_fetched_each_time(opened: list[str], monkeypatch: pytest.MonkeyPatch):
     entry = Store._entry
     monkeypatch.setattr(Store, "_entry", lambda *args: {k: x for k, x in entry(*args).items() if k != "mtime"})
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_store_without_times_is_asked_each_time(opened: list[str], monkeypatch
         assert opened == ["config.json", "model.safetensors"]
 
 
-def test_a_model_is_loaded_by_url(cache: Path, tmp_path: Path):
+def test_model_is_read_by_url(cache: Path, tmp_path: Path):
     ggufs.tiny(tmp_path / "m.gguf")
     url = "gs://bucket/models/m.gguf"
     epath.Path(url).write_bytes((tmp_path / "m.gguf").read_bytes())
@@ -96,7 +96,7 @@ def test_a_model_is_loaded_by_url(cache: Path, tmp_path: Path):
         np.testing.assert_array_equal(got.tensors[name](), read())
 
 
-def test_all_parts_of_a_model_are_fetched(cache: Path, tmp_path: Path):
+def test_all_gguf_parts_are_fetched(cache: Path, tmp_path: Path):
     whole = ggufs.tiny(tmp_path / "m.gguf")
     tensors = ggufs.converted(ggufs.weights(), "llama")
     ggufs.write(tmp_path / "n.gguf", tensors, ggufs.metadata() | ggufs.bpe(), split_max_tensors=12)
@@ -106,7 +106,7 @@ def test_all_parts_of_a_model_are_fetched(cache: Path, tmp_path: Path):
     assert got.config == want.config and got.tensors.keys() == want.tensors.keys()
 
 
-def test_what_cannot_be_fetched_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fetch_errors_name_cause(cache: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(FetchError, match="there is no model at gs://bucket/none: give a folder with"):
         loading.load("gs://bucket/none")
     with pytest.raises(FetchError, match=r"cannot reach gs://bucket/none.gguf \(FileNotFoundError.*check the address"):
@@ -121,7 +121,7 @@ def test_what_cannot_be_fetched_says_why(cache: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("how", ["cut", "full"])
-def test_half_a_file_takes_no_place(cache: Path, monkeypatch: pytest.MonkeyPatch, how: str):
+def test_partial_download_is_discarded(cache: Path, monkeypatch: pytest.MonkeyPatch, how: str):
     def chunks(at: Any) -> Any:
         yield b"half"
         if how == "full":
@@ -136,7 +136,7 @@ def test_half_a_file_takes_no_place(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert (object_store.fetched(MODEL) / "config.json").read_bytes() == FILES["config.json"]
 
 
-def test_without_etils_only_urls_are_refused(tmp_path: Path):
+def test_missing_etils_refuses_only_urls(tmp_path: Path):
     code = (
         "import sys; sys.modules['etils'] = None\n"
         "from jkv.io import object_store\n"

@@ -20,7 +20,7 @@ from jkv.io import load
 
 
 @pytest.mark.slow
-def test_no_device_has_more_than_its_share_at_any_time():
+def test_device_memory_never_exceeds_its_share():
     script = Path(__file__).with_name("placing_job.py")
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=600)
@@ -36,7 +36,7 @@ def test_no_device_has_more_than_its_share_at_any_time():
             assert case["same"] and abs(planned - there) <= 0.05 * there, case
 
 
-def test_a_mesh_that_cannot_be_is_refused_before_a_tensor_is_read(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_mesh_is_refused_before_reading_tensors(monkeypatch: pytest.MonkeyPatch):
     source = noise(models.TINY, 4, 1)
     unread = {name: lambda: pytest.fail("read") for name in source.tensors}
     monkeypatch.setattr(load, "read", lambda what: type(source)(source.config, unread))
@@ -44,7 +44,7 @@ def test_a_mesh_that_cannot_be_is_refused_before_a_tensor_is_read(monkeypatch: p
         jkv.load("tiny", mesh="model=3")
 
 
-def test_a_mesh_of_one_device_is_one(monkeypatch: pytest.MonkeyPatch):
+def test_one_device_mesh_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(load, "read", lambda what: noise(models.TINY, 4, 1))
     assert sharding.mesh_of(jkv.load("tiny")) is None
     params = jkv.load("tiny", mesh=sharding.parse_mesh("model=1", jax.devices(), models.read_config(models.TINY)))

@@ -62,18 +62,18 @@ def check(source):
         np.testing.assert_array_equal(got, value)
 
 
-def test_one_file(folder):
+def test_single_file_is_read(folder):
     source = read_folder(folder)
     check(source)
     assert source.config == CONFIG and source.tokenizer is None
 
 
-def test_shards(folder):
+def test_shards_are_read(folder):
     shard(folder)
     check(read_folder(folder))
 
 
-def test_a_tensor_that_the_index_leaves_out_is_read_too(folder):
+def test_tensor_missing_from_index_is_read(folder):
     shard(folder)
     index = folder / "model.safetensors.index.json"
     entries = json.loads(index.read_text())["weight_map"]
@@ -81,7 +81,7 @@ def test_a_tensor_that_the_index_leaves_out_is_read_too(folder):
     check(read_folder(folder))
 
 
-def test_a_tensor_of_two_files_is_taken_from_the_one_that_the_index_names(folder):
+def test_index_resolves_duplicate_tensors(folder):
     shard(folder)
     save_file({name: x + 1 for name, x in TENSORS.items()}, folder / "model-2.safetensors")
     got = {name: read() for name, read in read_folder(folder).tensors.items()}
@@ -90,7 +90,7 @@ def test_a_tensor_of_two_files_is_taken_from_the_one_that_the_index_names(folder
         np.testing.assert_array_equal(got[name], x + (entries[name] == "model-2.safetensors"))
 
 
-def test_main_file_is_chosen_among_several(folder):
+def test_model_safetensors_precedes_other_files(folder):
     save_file({"adapter": np.ones(2)}, folder / "adapter.safetensors")
     check(read_folder(folder))
     os.rename(folder / "model.safetensors", folder / "other.safetensors")
@@ -98,13 +98,13 @@ def test_main_file_is_chosen_among_several(folder):
         read_folder(folder)
 
 
-def test_the_whole_file_comes_before_an_index(folder):
+def test_model_safetensors_precedes_index(folder):
     save_file({"a": np.ones(2)}, folder / "old.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "old.safetensors"}}))
     check(read_folder(folder))
 
 
-def test_tokenizer_with_all_ends(folder):
+def test_tokenizer_collects_all_eos_ids(folder):
     add_tokenizer(folder, chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
     source = read_folder(folder)
@@ -116,12 +116,12 @@ def test_tokenizer_with_all_ends(folder):
     assert tokenizer.encode("<s>ab</s>") == [0, 5, 1]
 
 
-def test_begin_token_only_where_the_tokenizer_adds_it(folder):
+def test_bos_token_follows_tokenizer(folder):
     add_tokenizer(folder, begin=False)
     assert read_folder(folder).tokenizer.encode("ab") == [5]
 
 
-def test_templates_of_other_places(folder):
+def test_chat_template_is_read_from_every_location(folder):
     add_tokenizer(folder, chat_template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}])
     assert read_folder(folder).tokenizer.chat([]) == "d"
     (folder / "chat_template.jinja").write_text("file é", encoding="utf-8")
@@ -185,7 +185,7 @@ def test_broken_folders_are_refused(folder, case):
         "..",
     ],
 )
-def test_an_index_cannot_leave_its_folder(tmp_path, file):
+def test_index_entry_outside_folder_is_refused(tmp_path, file):
     inner = tmp_path / "model"
     inner.mkdir()
     (inner / "config.json").write_text(json.dumps(CONFIG))
@@ -206,7 +206,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 @settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_fuzz(folder, data):
+def test_fuzzed_folder_raises_only_format_error(folder, data):
     add_tokenizer(folder)
     path = folder / data.draw(st.sampled_from(FILES))
     honest = path.read_bytes()
@@ -226,7 +226,7 @@ def test_fuzz(folder, data):
 
 
 @pytest.mark.parametrize("begin", [True, False])
-def test_a_folder_that_is_written_is_read_as_it_was(folder, tmp_path, begin):
+def test_written_folder_round_trips(folder, tmp_path, begin):
     add_tokenizer(folder, begin, eos_token="</s>", bos_token="<s>", chat_template="{{ messages }}")
     want = read_folder(folder)
     tensors, out = {name: read() for name, read in want.tensors.items()}, tmp_path / "out"
@@ -242,7 +242,7 @@ def test_a_folder_that_is_written_is_read_as_it_was(folder, tmp_path, begin):
         assert got.tokenizer.encode(text) == want.tokenizer.encode(text)
 
 
-def test_a_write_that_fails_leaves_no_model(folder, monkeypatch):
+def test_failed_write_leaves_no_partial_model(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"lm_head.weight holds NaN or infinity; nothing was written"):
         write_folder(folder, CONFIG, TENSORS | {"lm_head.weight": np.full((4, 3), np.nan, np.float32)}, None)
     assert read_folder(folder).config["num_hidden_layers"] == 1

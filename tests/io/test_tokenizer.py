@@ -37,20 +37,20 @@ def test_round_trip(tokenizer, text):
 
 
 @given(TEXT)
-def test_stream_gives_the_text_and_no_half_characters(tokenizer, text):
+def test_stream_equals_text_without_partial_characters(tokenizer, text):
     pieces = streamed(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_stream_holds_a_character_until_it_is_whole(tokenizer):
+def test_stream_holds_incomplete_characters(tokenizer):
     ids = tokenizer.encode("a🎉b")
     assert len(ids) == 6
     assert streamed(tokenizer, ids) == ["a", "", "", "", "🎉", "b", ""]
 
 
-def test_stream_shows_what_never_became_a_character(tokenizer):
+def test_stream_emits_invalid_bytes_as_replacement_character(tokenizer):
     ids = tokenizer.encode("a🎉")[:-1]
     pieces = streamed(tokenizer, ids)
     assert pieces[:-1] == ["a", "", "", ""] and set(pieces[-1]) == {"\ufffd"}
@@ -61,34 +61,34 @@ def test_stream_shows_what_never_became_a_character(tokenizer):
 
 
 @given(st.lists(st.integers(0, ggufs.VOCAB - 1), max_size=60))
-def test_stream_takes_any_tokens(tokenizer, ids):
+def test_stream_accepts_any_tokens(tokenizer, ids):
     assert all(isinstance(piece, str) for piece in streamed(tokenizer, ids))
 
 
-def test_ids_out_of_range(tokenizer):
+def test_out_of_range_ids_are_empty_or_refused(tokenizer):
     assert tokenizer.decode([ggufs.VOCAB + 5]) == ""  # Models may have more rows than the tokenizer has tokens.
     for bad in (-1, 2**32):
         with pytest.raises(ValueError, match=str(bad)):
             tokenizer.decode([5, bad])
 
 
-def test_vocabulary_counts_added_tokens(tokenizer):
+def test_vocab_size_counts_added_tokens(tokenizer):
     assert tokenizer.vocab_size == ggufs.VOCAB
 
 
-def test_chat(tokenizer):
+def test_chat_renders_template(tokenizer):
     text = tokenizer.chat([{"role": "user", "content": "hello"}])
     assert text == "<|im_start|>user\nhello<|im_end|>\n"
     assert tokenizer.encode(text)[0] == 1
 
 
-def test_chat_gives_the_template_its_names(tokenizer):
+def test_chat_passes_special_tokens_to_template(tokenizer):
     template = "{{ bos_token }}|{{ eos_token }}|{{ add_generation_prompt }}|{{ tools is none }}"
     named = Tokenizer(tokenizer.core, bos_id=1, eos_ids=(2, 0), template=template)
     assert named.chat([], add_generation_prompt=False) == "<|im_start|>|<|im_end|>|False|True"
 
 
-def test_tools_and_options_reach_the_template(tokenizer):
+def test_chat_passes_tools_and_options_to_template(tokenizer):
     template = "{% for t in tools %}{{ t.name }}{% endfor %}|{{ enable_thinking }}|{{ messages[0].tool_calls[0].name }}"
     named = Tokenizer(tokenizer.core, template=template)
     calls = [{"role": "assistant", "tool_calls": [{"name": "look"}]}]
@@ -99,7 +99,7 @@ def test_tools_and_options_reach_the_template(tokenizer):
         named.chat(calls, tools=["look"])
 
 
-def test_what_is_null_in_a_message_is_not_there(tokenizer):
+def test_null_message_fields_are_dropped(tokenizer):
     """As in transformers: templates print None, or fail at it, where they know what to do without."""
     named = Tokenizer(tokenizer.core, template="{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools is none }}")
     call = {"function": {"name": "look", "arguments": {"x": None}}}
@@ -108,7 +108,7 @@ def test_what_is_null_in_a_message_is_not_there(tokenizer):
 
 
 @pytest.mark.peers
-def test_a_chat_has_the_tokens_of_transformers(tokenizer):
+def test_chat_tokens_equal_transformers(tokenizer):
     """Begin tokens are the template's own, whether the tokenizer adds one to a text or not."""
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -134,11 +134,11 @@ def test_a_chat_has_the_tokens_of_transformers(tokenizer):
 
 
 @given(TEXT)
-def test_the_pieces_of_a_text_are_its_bytes(tokenizer, text):
+def test_pieces_concatenate_to_bytes_of_text(tokenizer, text):
     assert b"".join(map(tokenizer.piece, tokenizer.within(text))) == text.encode()
 
 
-def test_the_pieces_of_bytes_and_words_are_their_bytes():
+def test_pieces_with_byte_fallback_concatenate_to_bytes():
     """Of a vocabulary with spaces in its words and bytes for what it has no word for."""
     words = {x: i for i, x in enumerate(["<unk>", "\u2581", "\u2581the", "the", *(f"<0x{b:02X}>" for b in range(256))])}
     core = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
@@ -150,7 +150,7 @@ def test_the_pieces_of_bytes_and_words_are_their_bytes():
 
 
 @given(st.lists(st.integers(0, ggufs.VOCAB - 1), max_size=30), st.sampled_from(ggufs.SPECIAL))
-def test_a_special_token_that_a_stop_text_names_is_shown_whole_and_streamed(tokenizer, ids, special):
+def test_special_token_in_stop_string_is_decoded(tokenizer, ids, special):
     token = tokenizer.core.token_to_id(special)
     others = {i for i, x in enumerate(ggufs.SPECIAL) if x != special}
     want = tokenizer.core.decode([i for i in ids if i not in others], skip_special_tokens=False)
@@ -161,7 +161,7 @@ def test_a_special_token_that_a_stop_text_names_is_shown_whole_and_streamed(toke
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\udcff"])
-def test_text_that_is_no_unicode_is_refused_with_its_place(tokenizer, half):
+def test_lone_surrogates_are_refused_with_position(tokenizer, half):
     says = rf"has half a character \(U\+{ord(half):04X}\) at place 3"
     for text in (f"abc{half}d", f"a😀c{half}"):
         with pytest.raises(ValueError, match=f"the text {says}"):
@@ -170,7 +170,7 @@ def test_text_that_is_no_unicode_is_refused_with_its_place(tokenizer, half):
             tokenizer.chat([{"role": "user", "content": "a"}, {"role": "user", "content": text}])
 
 
-def test_template_dialect():
+def test_template_trims_blocks_and_supports_break_and_tojson():
     template = (
         "  {% if true %}\n  x\n  {% endif %}\n{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}"
     )
@@ -178,12 +178,12 @@ def test_template_dialect():
 
 
 @pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}], [{"content": "x"}], [None]])
-def test_chat_refuses_what_is_no_message(tokenizer, messages):
+def test_malformed_messages_are_refused(tokenizer, messages):
     with pytest.raises(ValueError, match='"role" and "content"'):
         tokenizer.chat(messages)
 
 
-def test_chat_without_template(tokenizer):
+def test_chat_without_template_is_refused(tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(tokenizer.core).chat([])
 
@@ -213,13 +213,13 @@ FAILING = [
 
 
 @pytest.mark.parametrize("template", FAILING)
-def test_failures_and_escapes_become_value_errors(template):
+def test_template_failures_and_escapes_raise_value_error(template):
     with pytest.raises(ValueError, match="chat template failed"):
         render(template, {"messages": [{"role": "user", "content": "x"}]})
 
 
 @pytest.mark.parametrize("template", ["{{ ''.__class__ }}", "{{ messages.__class__ }}", "{{ render.__globals__ }}"])
-def test_nothing_private_is_shown(template):
+def test_template_cannot_read_private_attributes(template):
     try:
         text = render(template, {"messages": []})
     except ValueError:

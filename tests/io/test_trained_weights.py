@@ -17,7 +17,7 @@ FOLDERS = sorted(path.parent for path in Path(str(trained_weights.SHIPPED)).glob
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_none_are_not_served(tmp_path, bad):
+def test_non_finite_numbers_are_refused_on_read(tmp_path, bad):
     """Also where the card vouches for them."""
     arrays = {"a": np.array([1, bad], np.float16)}
     array_file.write(tmp_path / trained_weights.WEIGHTS, arrays, {})
@@ -29,7 +29,7 @@ def test_numbers_that_are_none_are_not_served(tmp_path, bad):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e6])
-def test_numbers_that_are_none_are_not_written(tmp_path, bad):
+def test_non_finite_numbers_are_refused_on_write(tmp_path, bad):
     """Nor those that float16 has not; what the folder held stays."""
     trained_weights.write(tmp_path, {"a": np.zeros(2)}, CARD)
     with pytest.raises(ValueError, match="a holds NaN, infinity or numbers beyond float16; nothing was written"):
@@ -37,7 +37,7 @@ def test_numbers_that_are_none_are_not_written(tmp_path, bad):
     assert trained_weights.read(tmp_path, "trimkv")[0]["a"].tolist() == [0, 0]
 
 
-def test_a_kill_between_weights_and_card_is_seen(tmp_path, monkeypatch):
+def test_interrupted_write_is_detected(tmp_path, monkeypatch):
     trained_weights.write(tmp_path, {"a": np.zeros(3)}, CARD)
 
     def killed(*_):
@@ -56,7 +56,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_what_comes_with_jkv_is_for_its_model(folder, names):
+def test_bundled_weights_match_their_model(folder, names):
     method = json.loads((folder / trained_weights.CARD).read_text())["method"]
     arrays, card = trained_weights.read(folder, method)
     assert card["model"] == names and arrays

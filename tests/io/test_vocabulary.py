@@ -54,7 +54,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_an_added_token_is_one_token_wherever_it_is_named(tmp_path, where):
+def test_added_token_is_read_from_every_location(tmp_path, where):
     said = WHERE[where]
     files = {name: x for name, x in said.items() if name.endswith(".json")}
     tokenizer = read_tokenizer(folder(tmp_path, files, **{} if files else said), {})
@@ -62,20 +62,20 @@ def test_an_added_token_is_one_token_wherever_it_is_named(tmp_path, where):
     assert tokenizer.within("<fn>") == [SIZE + 1] and tokenizer.decode([SIZE, SIZE + 1]) == "<fn>"
 
 
-def test_added_tokens_with_other_ids_than_they_say_are_refused(tmp_path):
+def test_added_token_with_mismatched_id_is_refused(tmp_path):
     path = folder(tmp_path, added_tokens_decoder={str(SIZE + 3): flags("<x>")})
     with pytest.raises(FormatError, match=f"token '<x>' has id {SIZE + 3} there, and {SIZE} by its vocabulary"):
         read_tokenizer(path, {})
 
 
 @pytest.mark.parametrize("said", [[1], {"x": {}}, {"300": 5}, {"300": {"content": 5}}, {"300": {"new": 1}}])
-def test_added_tokens_that_are_none_are_refused(tmp_path, said):
+def test_malformed_added_tokens_are_refused(tmp_path, said):
     with pytest.raises(FormatError, match="its added tokens cannot be read"):
         read_tokenizer(folder(tmp_path, added_tokens_decoder=said), {})
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_template_knows_every_named_token(tmp_path, name):
+def test_template_sees_every_named_token(tmp_path, name):
     tokenizer = read_tokenizer(folder(tmp_path, **{name: "<fn>"}, chat_template="{{ " + name + " }}"), {})
     assert tokenizer.chat([]) == "<fn>" and tokenizer.within("<fn>") == [SIZE]
     assert json.loads(json.dumps(tokenizer.saved()[1]))[name] == "<fn>"
@@ -89,7 +89,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_tools_go_to_their_own_template(tmp_path, place):
+def test_tools_select_tool_template(tmp_path, place):
     files, entry = PLACES[place]
     tokenizer = read_tokenizer(folder(tmp_path, files, chat_template=entry), {})
     assert tokenizer.chat([], tools=[{}]) == "tools 1" and tokenizer.chat([]) == "of 0"
@@ -117,7 +117,7 @@ def drawn(seed):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("seed", range(24))
-def test_texts_are_cut_as_transformers_cuts_them(tmp_path, seed):
+def test_tokens_equal_transformers(tmp_path, seed):
     transformers = pytest.importorskip("transformers")
     files, config = drawn(seed)
     path = folder(tmp_path, files, **config)
@@ -161,7 +161,7 @@ def bare(path, content, **config):
     return path
 
 
-def test_a_sentencepiece_model_alone_is_enough(tmp_path):
+def test_tokenizer_is_built_from_sentencepiece_model_alone(tmp_path):
     tokenizer = read_tokenizer(bare(tmp_path, model()), {})
     texts = [tokenizer.core.id_to_token(i) for i in tokenizer.encode("hello<user>ello\n</s>")]
     assert texts == ["<s>", "▁hello", "<user>", "▁", "el", "lo", "<0x0A>", "</s>"]
@@ -185,13 +185,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_cut_otherwise_is_refused_with_the_way_out(tmp_path, case):
+def test_unsupported_sentencepiece_models_are_refused_with_remedy(tmp_path, case):
     with pytest.raises(FormatError, match="tokenizer.model: .*; write tokenizer.json.*AutoTokenizer.from_pretrained"):
         read_tokenizer(bare(tmp_path, REFUSED[case]), {})
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tekken.json", "qwen.tiktoken", "spiece.model"])
-def test_a_vocabulary_in_another_form_is_refused(tmp_path, name):
+def test_unsupported_vocabulary_file_is_refused(tmp_path, name):
     (folder(tmp_path) / "tokenizer.json").unlink()
     (tmp_path / name).write_text("{}")
     with pytest.raises(FormatError, match=f"its vocabulary is in {name} alone.*; write tokenizer.json"):
@@ -215,7 +215,7 @@ ODD += ["12345 67", "x" * 300, "▁a▁", "don't", "\x00\x01", "👩‍👩‍�
 
 @pytest.mark.peers
 @pytest.mark.parametrize("prefix", [True, False])
-def test_texts_are_cut_as_sentencepiece_cuts_them(tmp_path, prefix):
+def test_tokens_equal_sentencepiece(tmp_path, prefix):
     package = pytest.importorskip("sentencepiece")
     text = ["the tide turns twice a day aaa aaaa because lolo 12345 don't naïve", "hello world  the sea lolol"] * 20
     (tmp_path / "text").write_text("\n".join(text))

@@ -71,7 +71,7 @@ def side(x: KernelCodes) -> selftest.Side:
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
-def test_what_is_not_refused_is_right(platform: str, monkeypatch):
+def test_supported_codec_pairs_equal_float64(platform: str, monkeypatch):
     """Beside float64 over what kernels are given, and that beside what decodes."""
     if platform == "cpu" and (why := cpu_library.missing("decode_attention")) is not None:
         pytest.skip(why)

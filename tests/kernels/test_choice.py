@@ -37,12 +37,12 @@ def made(text: str, kind: str) -> str:
 @pytest.mark.parametrize(
     "text", ["full", "int8", "int4(group=16)", "snapkv(budget=64, window=8) | int4", "quest", "mustafar"]
 )
-def test_a_tpu_reads_them(text: str):
+def test_tpu_kernel_is_chosen(text: str):
     assert made(text, "tpu") == "tpu"
 
 
 @pytest.mark.parametrize("text", ["int8", *(f"kivi(group={n})" for n in (16, 32, 128))])
-def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
+def test_tpu_kernel_needs_no_padding_of_tiers(text: str):
     """In whole tiles of its kernel, so that no step is padded; of 400 tokens kivi(group=32) had 384 slots."""
     cache = CacheShape(replace(methods.parse(text), kernels="tpu"), PARAMS.config, 1, 400, 16, jnp.float32).empty()
     config, tier = cache.plan[0].tiers[0], cache.layers[0].tiers[0]
@@ -57,7 +57,7 @@ def test_a_tpu_reads_the_tiers_of_a_cache_as_they_are(text: str):
         ("streaming(budget=64)", "keys that are rotated when they are read"),
     ],
 )
-def test_what_no_kernel_reads_is_an_error_if_one_was_asked_for(monkeypatch, caplog, text: str, why: str):
+def test_unsupported_codes_are_refused_or_fall_back_to_xla(monkeypatch, caplog, text: str, why: str):
     with pytest.raises(ValueError, match=why):
         made(text, "tpu")
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
@@ -67,7 +67,7 @@ def test_what_no_kernel_reads_is_an_error_if_one_was_asked_for(monkeypatch, capl
     assert [why in r.message for r in caplog.records] == [True]  # once
 
 
-def test_pages_that_no_kernel_finds_in_place_are_gathered(monkeypatch):
+def test_unsupported_pages_are_gathered(monkeypatch):
     text = "quest(page=48, dense_layers=1)"
     with pytest.raises(ValueError, match="the tpu kernel of paged_attention does not take pages of 48 slots"):
         made(text, "tpu")
@@ -75,7 +75,7 @@ def test_pages_that_no_kernel_finds_in_place_are_gathered(monkeypatch):
     assert made(text, "auto") == "tpu 1, tpu after a gather 1"
 
 
-def test_kernels_of_another_machine_are_refused_before_anything_runs():
+def test_kernels_of_another_platform_are_refused():
     config = replace(methods.parse("int8"), kernels="tpu")
     with pytest.raises(ValueError, match="kernels='tpu': this process runs on cpu, which has xla"):
         jkv.prefill(PARAMS, config, [[1, 2, 3]])
@@ -83,7 +83,7 @@ def test_kernels_of_another_machine_are_refused_before_anything_runs():
         jkv.prefill(PARAMS, replace(config, kernels="cuda"), [[1, 2, 3]])
 
 
-def test_what_cannot_be_imported_runs_on_xla_and_the_receipt_says_why(monkeypatch):
+def test_unimportable_kernel_falls_back_to_xla_with_reason(monkeypatch):
     def absent(operation: str, name: str):
         raise ModuleNotFoundError("No module named 'absl'")
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_imported_runs_on_xla_and_the_receipt_says_why(monkeypatc
         made("int8", "gpu")
 
 
-def test_a_gpu_that_is_no_hopper_runs_on_xla_and_the_receipt_says_why(monkeypatch):
+def test_non_hopper_gpu_falls_back_to_xla_with_reason(monkeypatch):
     """A T4 of Colab; what asks for xla is told nothing."""
     turing = SimpleNamespace(platform="gpu", compute_capability="7.5", device_kind="Tesla T4")
     monkeypatch.setattr(kernels, "native", kernels.native.__wrapped__)
@@ -111,7 +111,7 @@ def test_a_gpu_that_is_no_hopper_runs_on_xla_and_the_receipt_says_why(monkeypatc
     assert kernels_off(empty("int8", "auto")) == ""
 
 
-def test_versions_of_jax_without_golden_rows_run_on_xla(monkeypatch):
+def test_jax_versions_without_golden_rows_fall_back_to_xla(monkeypatch):
     """Which they are: those whose compiled loops every row of the operation is known for."""
     golden = json.loads((Path(__file__).parent / "golden_gpu.json").read_text())
     words = dict(prefill_attention="prompt", column_sums="columns", paged_attention="pages", window_attention="window")
@@ -128,14 +128,14 @@ def test_versions_of_jax_without_golden_rows_run_on_xla(monkeypatch):
     assert "not known to compile well under jax 0.12, as it is under 0.10, 0.11" in kernels_off(empty("int8", "auto"))
 
 
-def test_floats_that_keep_kernels_off_are_named(monkeypatch):
+def test_unsupported_dtypes_are_named(monkeypatch):
     monkeypatch.setattr(kernels, "native", lambda: "gpu")
     off = kernels_off(empty("full", "auto"))
     assert "decode_attention runs on xla: the gpu kernel does not take keys with float32 floats; bfloat16" in off
     assert "prefill_attention runs on xla: the gpu kernel does not take keys in float32; bfloat16 or float16" in off
 
 
-def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monkeypatch):
+def test_miscompiling_cuda_versions_disable_prefill_kernels(monkeypatch):
     gpu = pytest.importorskip("jkv.kernels.prefill_attention.gpu")
     for version, good in ((12070, True), (12080, False), (12090, False), (12091, True), (13000, True)):
         monkeypatch.setattr(gpu, "cuda_versions", SimpleNamespace(cuda_runtime_get_version=lambda v=version: v))
@@ -146,12 +146,12 @@ def test_a_cuda_that_miscompiles_causal_masks_keeps_the_prompts_kernels_off(monk
     )
 
 
-def test_the_receipt_says_which():
+def test_receipt_names_kernel():
     out = jkv.generate(PARAMS, "int8", np.ones((1, 20), int), max_new_tokens=2)
     assert out.receipt.kernels == "xla" and "kernels xla" in str(out.receipt)
 
 
-def test_checks_want_equal_bits_of_a_second_run():
+def test_selftest_requires_bitwise_reproducibility():
     """The reference is right; one that is right too, and other the second time, is not."""
     case, count = replace(next(selftest.cases(128)), lengths=(128, 80)), iter(range(9))
 

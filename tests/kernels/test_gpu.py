@@ -58,7 +58,7 @@ def test_kernel_equals_float64(case, seed, monkeypatch):
     assert good, f"seed {seed}: {text}"
 
 
-def test_the_check_sees_a_wrong_kernel(seed):
+def test_selftest_rejects_wrong_kernel(seed):
     case = replace(next(selftest.cases(256)), lengths=(0, 256))
     problem = selftest.problem(case, "gpu", seed)
     right = interpreted(**problem)
@@ -88,7 +88,7 @@ def words_of(table: np.ndarray) -> list:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("shift", [False, True])
-def test_fields_are_the_channels_of_the_codec(bits: int, shift: bool):
+def test_fields_equal_codec_channels(bits: int, shift: bool):
     codes = np.random.default_rng().integers(0, 2**bits, (64, 32), np.uint8)
     fields = gpu_tile.plain_fields(gpu_tile.plain_planes(planes(codes, bits), 1), bits, shift, 0.5)
     each = {3: 2}.get(bits, bits)  # bits that lie together
@@ -98,14 +98,14 @@ def test_fields_are_the_channels_of_the_codec(bits: int, shift: bool):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_fields_are_entries_of_a_table(bits: int):
+def test_fields_equal_table_entries(bits: int):
     codes, table = np.random.default_rng().integers(0, 2**bits, (64, 32), np.uint8), table_of(bits)
     bytes_ = gpu_tile.plain_planes(planes(codes, bits), 1)
     fields = gpu_tile.Ops(interpret=True).numbers(bytes_, bits, False, words_of(table))
     np.testing.assert_array_equal(np.concatenate(fields, 1), table[codes])
 
 
-def test_steps_of_exponents_are_powers_of_two():
+def test_exponent_steps_are_powers_of_two():
     """0, of what is smaller than all that counts; dead slots have 255."""
     steps = gpu_operands.power(jnp.arange(256, dtype=jnp.uint8))
     np.testing.assert_array_equal(steps, [0, *(2.0 ** (np.arange(1, 255) - 127)), np.inf])
@@ -119,7 +119,7 @@ def as_floats(words: np.ndarray, how: gpu_layout.Take) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("shift", [False, True])
-def test_masks_make_codes_of_every_word(bits: int, shift: bool):
+def test_bit_masks_extract_codes(bits: int, shift: bool):
     some = np.arange(256, dtype=np.uint8)
     bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
     for j, field in enumerate(gpu_layout.takes(bits, shift)):
@@ -145,7 +145,7 @@ def in_threads(layout, x: np.ndarray) -> np.ndarray:
     return x.reshape(4, 32, -1)
 
 
-def test_masks_make_floats_of_every_byte():
+def test_bit_masks_decode_float8():
     some = np.array([x for x in range(256) if x % 128 != 127], np.uint8)  # but for NaN, which is some number
     bytes_ = np.stack([some, some[::-1], np.roll(some, 77), np.roll(some, 5)], 1)
     values = bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * gpu_layout.UNIT8
@@ -223,7 +223,7 @@ def wanted(codes: np.ndarray, bits: int, j: int) -> np.ndarray:
         (256, 16, 16, 64),
     ],
 )
-def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
+def test_keys_load_in_operand_layout(n: int, w: int, piece: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (n, w), np.uint8)
     fields = operand([tile], gpu_layout.key_bytes((n, w), piece, span), 4)
     want = by_digits(by_digits(tile, span, 0) if span else tile, piece, 1)
@@ -237,7 +237,7 @@ def test_threads_load_keys_as_operands(n: int, w: int, piece: int, span: int):
     ("w", "n", "fold", "span"),
     [(64, 128, 1, 128), (128, 128, 1, 64), (256, 64, 1, 64), (32, 128, 2, 128), (32, 128, 2, 64), (16, 256, 4, 64)],
 )
-def test_threads_load_values_as_operands(w: int, n: int, fold: int, span: int):
+def test_values_load_in_operand_layout(w: int, n: int, fold: int, span: int):
     tile = np.random.default_rng(n + w).integers(0, 256, (w, n), np.uint8)
     fields = operand([tile], gpu_layout.value_bytes((w, n), fold, span), 4)
     want = by_digits(tile, span, 1)
@@ -246,7 +246,7 @@ def test_threads_load_values_as_operands(w: int, n: int, fold: int, span: int):
         np.testing.assert_array_equal(field, wanted(below, 4, j))
 
 
-def test_bytes_are_chosen_as_ptx_says():
+def test_byte_permutation_follows_ptx():
     x, y = np.uint32(0x83828180), np.uint32(0x07060504)
     assert hex(Words.chosen(x, y, np.uint32(0xFFFF7420))) == "0x7048280"
     assert hex(Words.chosen(x, y, np.uint32(0x0F8A))) == "0x8000ffff"  # a fourth bit: of the byte's sign
@@ -272,7 +272,7 @@ OTHERS = [(3, False), (2, True), (3, True), (4, True)]  # bits, and whether they
 @pytest.mark.parametrize(
     ("dim", "n", "groups", "span"), [(128, 128, 1, 128), (128, 128, 4, 64), (256, 64, 1, 64), (128, 128, 1, 0)]
 )
-def test_threads_make_channels_of_keys(bits: int, table: bool, dim: int, n: int, groups: int, span: int):
+def test_key_codes_decode_in_operand_layout(bits: int, table: bool, dim: int, n: int, groups: int, span: int):
     bytes_, words, want = drawn(bits, dim, n, table)
     piece = min(bytes_[0].shape[1], dim // groups)
     how = gpu_layout.key_bytes(bytes_[0].shape, piece, span)
@@ -292,7 +292,7 @@ SHAPES = [(128, 128, 128), (128, 128, 64), (256, 64, 64)]  # channels, slots of 
     ("bits", "table", "dim", "n", "span"),
     [*[(*x, *shape) for x in OTHERS for shape in SHAPES], (2, True, 64, 256, 64), (4, True, 64, 128, 64)],
 )
-def test_threads_make_channels_of_values(bits: int, table: bool, dim: int, n: int, span: int):
+def test_value_codes_decode_in_operand_layout(bits: int, table: bool, dim: int, n: int, span: int):
     bytes_, words, want = drawn(bits, dim, n, table)
     fold = max(1, 64 // bytes_[0].shape[1])
     how = gpu_layout.value_bytes(bytes_[0].T.shape, fold, span)
@@ -305,13 +305,13 @@ def test_threads_make_channels_of_values(bits: int, table: bool, dim: int, n: in
 @pytest.mark.parametrize(
     ("n", "piece"), [(128, 128), (128, 64), (64, 64), (256, 64), (128, 32), (64, 16), (128, 16), (256, 256)]
 )
-def test_threads_load_rows_in_the_same_order(n: int, piece: int):
+def test_rows_load_in_operand_order(n: int, piece: int):
     x = np.arange(n)
     lanes = in_threads(gpu_layout.row_layout(n, piece).to_mgpu(), x)
     np.testing.assert_array_equal(lanes, in_threads(gpu_tile.ROW.to_mgpu(), by_digits(x, piece, 0)))
 
 
-def test_threads_load_floats_in_the_same_order():
+def test_floats_load_in_operand_order():
     x = np.arange(128 * 64).reshape(128, 64)
     lanes = in_threads(gpu_layout.matrix_layout((128, 64), 128).to_mgpu(), x)
     np.testing.assert_array_equal(lanes, in_threads(mgpu.WGMMA_LAYOUT, by_digits(x, 128, 0)))
@@ -328,7 +328,7 @@ def test_stacked_matrices_are_stacked_registers():
         np.testing.assert_array_equal(gpu_tile.stacked([part[thread] for part in parts]), whole[thread])
 
 
-def test_float16_scales(seed, monkeypatch):
+def test_float16_scales_equal_float64(seed, monkeypatch):
     monkeypatch.setitem(selftest.SCALES, "gpu", np.float16)
     case = selftest.Case(
         k=selftest.Side(bits=2, grain=32), v=selftest.Side(bits=4, groups=4), slots=512, lengths=(512, 300)
@@ -337,7 +337,7 @@ def test_float16_scales(seed, monkeypatch):
     assert good, f"seed {seed}: {text}"
 
 
-def test_large_steps_meet_large_queries(seed):
+def test_large_steps_and_queries_stay_accurate(seed):
     case = selftest.Case(
         k=selftest.Side(bits=2, grain=32, size=(15, 15)), v=selftest.Side(bits=4), slots=256, lengths=(256, 128)
     )
@@ -348,7 +348,7 @@ def test_large_steps_meet_large_queries(seed):
 
 
 @pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20])
-def test_float16_holds_queries_of_any_size(size: float):
+def test_float16_represents_queries_of_any_size(size: float):
     x = replace(form(2), groups=2)
     q = np.random.default_rng().normal(size=(3, 2, 8, 128)).astype(ml_dtypes.bfloat16).astype(np.float32) * size
     places, rest = gpu_operands.queries(x, jnp.asarray(q), 0.5, gpu_layout.UNIT)
@@ -362,7 +362,7 @@ def test_float16_holds_queries_of_any_size(size: float):
 
 
 @pytest.mark.parametrize("exponent", [-gpu_operands.SPAN, 0, gpu_operands.SPAN, gpu_operands.SPAN + 1])
-def test_the_largest_weight_fits_float16(exponent):
+def test_largest_weight_fits_float16(exponent):
     form = gpu_operands.Form(8, 64, 2, 1, np.dtype(np.float16))
     steps = jnp.ldexp(jnp.linspace(1, 1.99, 100), exponent)
     scales = [(steps / 1000, steps), (-steps, steps)]
@@ -424,7 +424,7 @@ def some(count: int, slots=256) -> KernelCodes:
         (linear(), replace(powers(), table=entries().table), 128, "values with steps that have not just one of lows"),
     ],
 )
-def test_what_is_not_taken_is_refused(k, v, dim, reason):
+def test_unsupported_codes_are_refused(k, v, dim, reason):
     slots = k.codes.shape[2]
     assert reason in (gpu.supports(k, v, dim, 4) or "")
     q = np.zeros((1, 1, 4, 1, dim), np.float32)
@@ -433,7 +433,7 @@ def test_what_is_not_taken_is_refused(k, v, dim, reason):
         gpu.attention(q, k, v, np.zeros((1, 1, slots), np.int32), bounds, bounds, 1.0)
 
 
-def test_pages_that_lie_across_tiles_are_refused():
+def test_pages_crossing_tiles_are_refused():
     assert "pages of 48 slots; divisors and multiples of 64" in str(paged.supports(linear(), linear(), 128, 4, 48))
     assert "pages of 192 slots; divisors and multiples of 128" in str(paged.supports(linear(), linear(), 128, 4, 192))
     assert "multiples of 256" in str(paged.supports(linear(2, 64), linear(2, 64), 64, 4, 96))
@@ -445,7 +445,7 @@ def test_pages_that_lie_across_tiles_are_refused():
         paged.attention(q, linear(bits=1), linear(), pos, bounds, bounds, 1.0, bounds[None], 16)
 
 
-def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
+def test_selftest_cases_are_supported_with_known_exceptions():
     """And but for single bits, and for 3 of 64 channels, whose slots have 24 bytes."""
     for case in selftest.cases():
         other = any(x.bits == 1 or (x.bits, case.dim) == (3, 64) for x in (case.k, case.v))
@@ -465,7 +465,7 @@ def test_what_the_check_runs_is_supported_but_for_some_of_the_channels():
         (floats(jnp.bfloat16), 64, 64),
     ],
 )
-def test_a_small_page_is_read_with_few_slots_around_it(v: KernelCodes, unit: int, tile: int):
+def test_tile_size_follows_page_size(v: KernelCodes, unit: int, tile: int):
     assert gpu.tile_of(v, unit) == tile
 
 
@@ -476,7 +476,7 @@ def waves(programs: int, at_once: int, tiles: int, n: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("resident", [1, 2, 3])
-def test_parts_fill_the_waves_of_programs(resident: int):
+def test_parts_fill_waves_of_programs(resident: int):
     """Never later than with as many parts as would be three programs a multiprocessor, which overshoots."""
     at_once = 132 * resident
     for rows in (1, 2, 3, 4, 8, 16, 64):
@@ -495,7 +495,7 @@ FORMS = {"bf16": form(0, coded=False), "fp8": form(0), "int8": form(8), "int4": 
 FORMS |= {"int3": form(3), "table of 4": replace(form(2), table=True), "table of 8": replace(form(3), table=True)}
 
 
-def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
+def test_resident_programs_are_bounded_by_shared_memory():
     assert [gpu.resident(x, x, 8) for x in FORMS.values()] == [1, 3, 3, 3, 3, 2, 2, 2]
     assert (
         gpu.resident(form(0, 64, False), form(0, 64, False), 8) == 3 and gpu.resident(FORMS["int4"], form(4), 16) == 2
@@ -503,7 +503,7 @@ def test_what_a_multiprocessor_runs_at_once_is_what_its_memory_holds():
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_programs_wait_for_enough_bytes_that_memory_is_never_idle(name: str):
+def test_bytes_in_flight_hide_memory_latency(name: str):
     """Memory of 4.8 TB/s that answers after a microsecond has 36 kB under way for each multiprocessor."""
     x = FORMS[name]
     assert (gpu.stages(x, x) - 1) * gpu.resident(x, x, 8) * gpu.tile_bytes(x, x, 8) > 36e3
@@ -525,7 +525,7 @@ def test_programs_wait_for_enough_bytes_that_memory_is_never_idle(name: str):
         ("int4", 64, 8, 32768, 3, 4, 0.96),
     ],
 )
-def test_waves_of_programs(name: str, rows: int, heads: int, slots: int, parts: int, turns: int, share: float):
+def test_parts_give_expected_waves(name: str, rows: int, heads: int, slots: int, parts: int, turns: int, share: float):
     """A few tiles a head are one program each, whatever share of the device they are: less time there is none."""
     at_once, tiles = 132 * gpu.resident(FORMS[name], FORMS[name], 8), slots // 128
     assert gpu.parts(rows * heads, at_once, tiles) == parts and -(-rows * heads * parts // at_once) == turns

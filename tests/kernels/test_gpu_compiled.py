@@ -245,8 +245,8 @@ def measured(request: pytest.FixtureRequest) -> dict:
     """Of what this session asks for, by one process."""
     if (reason := cuda.missing()) is not None:
         pytest.skip(reason)
-    asked = cases(request, test_a_kernel_is_as_it_was)
-    asked += [f"loop {name}" for name in cases(request, test_a_decode_loop_copies_no_tier)]
+    asked = cases(request, test_compiled_kernel_does_not_regress)
+    asked += [f"loop {name}" for name in cases(request, test_decode_loop_copies_no_tier)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     run = subprocess.run([sys.executable, __file__, *asked, "temporary"], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -254,7 +254,7 @@ def measured(request: pytest.FixtureRequest) -> dict:
 
 
 @pytest.mark.parametrize("case", golden())
-def test_a_kernel_is_as_it_was(measured: dict, case: str):
+def test_compiled_kernel_does_not_regress(measured: dict, case: str):
     """It neither spills nor serialises, its inner loop is as short as it was, and a multiprocessor has registers for as
     many programs as are counted on: of 65,536; a program is 128 threads, and registers are given out by eight."""
     found = measured[case]
@@ -264,21 +264,21 @@ def test_a_kernel_is_as_it_was(measured: dict, case: str):
         assert found["resident"] <= 65536 // (128 * -(-found["registers"] // 8) * 8)
 
 
-def test_all_kernels_are_known():
+def test_golden_covers_all_kernels():
     assert set(golden()) == {x[0] for x in (*programs(), *prompts(), *windows())}
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_a_decode_loop_copies_no_tier(measured: dict, case: str):
+def test_decode_loop_copies_no_tier(measured: dict, case: str):
     assert not measured[f"loop {case}"]
 
 
-def test_a_call_on_slot_minor_values_takes_no_temporaries_of_a_tier(measured: dict):
+def test_slot_minor_values_need_at_most_one_tier_of_temporaries(measured: dict):
     tier = 16 * LONG * 64  # bytes of the int4 codes of keys; values are transposed here, outside a loop
     assert measured["temporary"] < 1.6 * tier
 
 
-def test_a_copy_in_a_loop_is_seen():
+def test_copy_inside_loop_is_detected():
     text = """
 %body.1 (p: (u8[2,8192,64])) -> (u8[2,8192,64]) {
   %copy.1 = u8[2,8192,64]{2,1,0} copy(%get-tuple-element.1)
@@ -297,7 +297,7 @@ def test_unknown_chips_are_refused(chip):
         cuda.device(chip)
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_cuda_tools_are_named(monkeypatch):
     monkeypatch.setattr(cuda, "tools", lambda: None)
     monkeypatch.setattr(cuda, "MODULES", ("jax_plugins.no_such_plugin",))
     assert "jax-cuda13-plugin" in (text := cuda.missing() or "") and "no_such_plugin" in text
@@ -306,7 +306,7 @@ def test_what_is_missing_is_named(monkeypatch):
         cuda.device("h100")
 
 
-def test_inner_loop_is_the_smallest_with_a_tensor_core_instruction():
+def test_inner_loop_is_smallest_with_tensor_core_instruction():
     code = """
 .L_x_1:
         /*0000*/                   MOV R1, R2 ;
@@ -321,7 +321,7 @@ def test_inner_loop_is_the_smallest_with_a_tensor_core_instruction():
     assert cuda.inner_loop(code) == ["HGMMA", "BRA"]
 
 
-def test_the_way_back_from_a_wait_is_no_loop():
+def test_jump_back_from_wait_is_not_a_loop():
     code = """
 .L_x_1:
         /*0000*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR9], R10 ;

@@ -31,7 +31,7 @@ def measured(cache: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("cache", GOLDEN["layer"])
-def test_a_layer_launches_what_it_did(cache: str):
+def test_layer_launches_match_golden(cache: str):
     """The same operations as often; under another jax, whose compiler fuses otherwise, not many more."""
     found, known = measured(cache), GOLDEN["layer"][cache]
     if jax.__version__ == GOLDEN["jax"]:
@@ -40,5 +40,5 @@ def test_a_layer_launches_what_it_did(cache: str):
         assert 0 < sum(found.values()) <= sum(known.values()) * 1.2
 
 
-def test_every_launch_has_a_reason():
+def test_every_launch_is_explained():
     assert {name for layer in GOLDEN["layer"].values() for name in layer} == set(GOLDEN["why"])

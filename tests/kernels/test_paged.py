@@ -22,7 +22,7 @@ SLOTS = 512
 
 
 @pytest.mark.parametrize(("unit", "tile"), [(4, 16), (16, 16), (32, 16)])
-def test_visits_are_the_tiles_of_the_pages_and_nothing_else_is_read(unit: int, tile: int):
+def test_visits_are_exactly_tiles_of_picked_pages(unit: int, tile: int):
     rng, (b, h, c) = np.random.default_rng(unit), (2, 3, 96 + 16 * (unit == 4))
     pages = np.stack([[rng.permutation(c // unit) for _ in range(h)] for _ in range(b)])
     pages[rng.random(pages.shape) < 0.7] = -1
@@ -57,12 +57,12 @@ def kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_the_tpu_kernel_equals_float64(case: selftest.Case, kernel):
+def test_tpu_kernel_equals_float64(case: selftest.Case, kernel):
     good, text = selftest.run(case, "tpu", kernel, seed=3)  # of which a head picks the last page, and it is live
     assert good, text
 
 
-def test_a_second_run_finds_nothing_of_the_first(kernel):
+def test_kernel_keeps_no_state_between_runs(kernel):
     case = cases()[2]
     p = selftest.problem(case, "tpu")
     run = jax.jit(partial(kernel, scale=p.pop("scale"), unit=p.pop("unit")))
@@ -72,12 +72,12 @@ def test_a_second_run_finds_nothing_of_the_first(kernel):
 
 
 @pytest.mark.parametrize("case", cases()[:2], ids=str)
-def test_the_reference_equals_float64(case: selftest.Case):
+def test_reference_equals_float64(case: selftest.Case):
     good, text = selftest.run(case, "gpu", lambda q, **rest: reference.attention(q.astype(jnp.float32), **rest))
     assert good, text
 
 
-def test_what_it_does_not_take_is_named():
+def test_unsupported_page_sizes_are_refused():
     floats = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 128)))
     steps = jnp.ones((1, 1, SLOTS // 64, 128))
     kivi = KernelCodes(codes=jnp.zeros((1, 1, SLOTS, 64), jnp.uint8), bits=4, step=steps, low=steps)

@@ -39,12 +39,12 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_tpu_kernel_equals_float64(case: selftest.Case, small):
+def test_tpu_kernel_equals_float64(case: selftest.Case, small):
     good, text = selftest.run(case, "tpu", partial(tpu.attention, interpret=pltpu.InterpretParams()))
     assert good, text
 
 
-def test_the_door_asks_the_kernel_for_the_same(small):
+def test_attend_window_with_kernel_equals_float64(small):
     def door(q, k, v, pos, first, last, scale):
         with pltpu.force_tpu_interpret_mode():
             return dense.attend_window(q, k, v, causal(last, WINDOWED.window), pos, scale, kind="tpu")
@@ -54,7 +54,7 @@ def test_the_door_asks_the_kernel_for_the_same(small):
 
 
 @pytest.mark.parametrize("kind", ["tpu", "xla"])
-def test_a_prompt_and_a_probe_go_through_the_kernel_that_is_asked_for(kind: str):
+def test_prompt_and_probe_use_requested_kernel(kind: str):
     """As traced, where layers that are alike are one; of the last one only the newest queries of a prompt run."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("dapq(budget=48)"), kernels=kind).uncompressed(80)
@@ -82,25 +82,25 @@ def interpreted(**arguments):
     ],
     ids=str,
 )
-def test_the_gpu_kernel_equals_float64(case: selftest.Case):
+def test_gpu_kernel_equals_float64(case: selftest.Case):
     good, text = selftest.run(case, "gpu", interpreted)
     assert good, text
 
 
-def test_the_reference_equals_float64():
+def test_reference_equals_float64():
     case = replace(CASES[2], floats="float32")
     good, text = selftest.run(case, "gpu", reference.attention)
     assert good, text
 
 
-def test_the_check_sees_a_wrong_kernel():
+def test_selftest_rejects_wrong_kernel():
     def wrong(last, **rest):
         return reference.attention(last=last + 1, **rest)
 
     assert not selftest.run(replace(CASES[2], floats="float32"), "gpu", wrong)[0]
 
 
-def test_spans_are_the_tiles_that_are_seen():
+def test_spans_bound_visible_tiles():
     p = selftest.problem(selftest.Case(new=96, before=64, window=40))
     begin, end = (np.asarray(x) for x in spans(*map(jnp.asarray, (p["pos"], p["first"], p["last"])), 32, 16))
     at = p["pos"][:, None]
@@ -112,7 +112,7 @@ def test_spans_are_the_tiles_that_are_seen():
             assert (begin[row, tile], end[row, tile]) == ((seen[0], seen[-1] + 1) if len(seen) else (0, 0))
 
 
-def test_walks_are_the_tiles_that_are_seen_those_in_front_whole():
+def test_walks_are_visible_tiles_with_full_tiles_first():
     p = selftest.problem(selftest.Case(new=96, before=160, window=150, lasting=True))
     order, clear, count = (np.asarray(x) for x in walks_of(*(jnp.asarray(p[x]) for x in MASKS), 8, 4))
     at, last = p["pos"][:, None], p["last"][:, :, None]
@@ -128,7 +128,7 @@ def test_walks_are_the_tiles_that_are_seen_those_in_front_whole():
         assert sorted(walk[:n]) == np.flatnonzero(some[head, tile]).tolist() and sorted(walk) == list(range(64))
 
 
-def test_which_one_runs():
+def test_requested_kernel_runs_or_is_refused():
     assert dense.prompt_kernel("tpu", jnp.bfloat16, 128, 128, 8).name == "tpu"
     assert dense.prompt_kernel("xla", jnp.float16, 512, 512, 8).name == "xla"
     for dtype, dim, groups, why in (
@@ -140,7 +140,7 @@ def test_which_one_runs():
             dense.prompt_kernel("tpu", dtype, dim, dim, groups)
 
 
-def test_an_automatic_choice_falls_back_and_says_so(monkeypatch, caplog):
+def test_auto_kernel_falls_back_to_xla_and_logs(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "native", lambda: "tpu")
     kernels._say.cache_clear()
     with caplog.at_level("INFO", "jkv"):

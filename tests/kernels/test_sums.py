@@ -37,7 +37,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_equals_float64(case: Case, small):
+def test_tpu_kernel_equals_float64(case: Case, small):
     good, text = selftest.run(case, partial(tpu.sums, interpret=pltpu.InterpretParams()))
     assert good, text
 
@@ -51,7 +51,7 @@ def test_the_kernel_equals_float64(case: Case, small):
     ],
     ids=str,
 )
-def test_the_gpu_kernel_equals_float64(case: Case):
+def test_gpu_kernel_equals_float64(case: Case):
     interpret = parameters()
     from jkv.kernels.attention_column_sums import gpu
 
@@ -59,19 +59,19 @@ def test_the_gpu_kernel_equals_float64(case: Case):
     assert good, text
 
 
-def test_the_reference_equals_float64():
+def test_reference_equals_float64():
     good, text = selftest.run(CASES[0], reference.sums)
     assert good, text
 
 
-def test_the_check_sees_a_wrong_kernel():
+def test_selftest_rejects_wrong_kernel():
     def wrong(first, **rest):
         return reference.sums(first=first + 1, **rest)
 
     assert not selftest.run(CASES[0], wrong)[0]
 
 
-def test_a_lower_sum_is_a_weight():
+def test_shifted_lse_scales_sums():
     p = selftest.inputs(CASES[0])
     half = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"] + 1)), 0.125)
     whole = reference.sums(*map(jnp.asarray, (*(p[x] for x in ("q", "k", "pos", "first", "last")), p["lse"])), 0.125)
@@ -79,7 +79,7 @@ def test_a_lower_sum_is_a_weight():
 
 
 @pytest.mark.parametrize(("kind", "tokens", "calls"), [("tpu", 140, 2), ("xla", 140, 0), ("tpu", 40, 0)])
-def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: int, calls: int, small):
+def test_prompts_use_requested_kernel(kind: str, tokens: int, calls: int, small):
     """As traced, for the two layers of a model; few queries are the loop's."""
     params = models.random(dict(models.TINY, hidden_size=256))
     config = replace(methods.parse("h2o(budget=32)"), kernels=kind)
@@ -91,7 +91,7 @@ def test_prompts_are_summed_by_the_kernel_that_is_asked_for(kind: str, tokens: i
 
 @pytest.mark.parametrize("kind", ["tpu", "gpu"])
 @pytest.mark.parametrize("more", [{}, dict(model_type="mistral", sliding_window=60)], ids=["whole", "window"])
-def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
+def test_prefill_with_kernel_equals_xla(small, more, kind, monkeypatch):
     dtype = jnp.float32
     if kind == "gpu":  # whose interpreter has no switch for a whole program, and whose kernel takes 16 bits
         dtype, interpret = jnp.bfloat16, parameters()
@@ -115,7 +115,7 @@ def test_the_door_asks_the_kernel_for_the_same(small, more, kind, monkeypatch):
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5)
 
 
-def test_which_one_runs():
+def test_kernel_choice_follows_platform_length_and_dtype():
     def of(kind, n, dtype=jnp.bfloat16):
         q = jax.ShapeDtypeStruct((1, 8, 4, n, 128), dtype)
         return evidence.sums_kernel(kind, dtype, evidence.Queries(q=q, pos=q, lse=q))

@@ -164,22 +164,22 @@ def check(
 
 
 @pytest.mark.parametrize(("form", "b"), [(x, (1, 2, 8)[i % 3]) for i, x in enumerate(FORMS)])
-def test_it_is_attention(form: str, b: int):
+def test_kernel_equals_float64(form: str, b: int):
     """Of one row, two and eight, in turn."""
     check(form, b=b, h=H if b < 8 else 2)
 
 
-def test_several_query_tokens_and_one_selection_for_all_heads():
+def test_query_tokens_with_shared_selection_equal_float64():
     check("int8", t=4, hs=1, g=2)
 
 
 @pytest.mark.parametrize(("form", "h", "g"), [("int4", 8, 1), ("kivi", 3, 1), ("20 and 32 of 64 channels", 8, 8)])
-def test_all_heads_of_a_step_and_a_tier_that_is_no_whole_tile(form: str, h: int, g: int):
+def test_all_heads_per_step_and_partial_tile_equal_float64(form: str, h: int, g: int):
     check(form, h=h, c=320, g=g)
 
 
 @pytest.mark.parametrize("count", range(1, 65))
-def test_numbers_come_to_their_channels(count: int):
+def test_kept_numbers_expand_to_their_channels(count: int):
     """Every count of 64 channels, at both ends and anywhere: what a gather reaches depends on it."""
     rng, n = np.random.default_rng(count), 128
     there = rng.random((n, 64)).argsort(1) < count
@@ -205,7 +205,7 @@ def test_numbers_come_to_their_channels(count: int):
     ("b", "heads", "selections", "cores"),
     [(2, 4, 1, 2), (1, 3, 3, 2), (8, 1, 1, 1), (1, 16, 16, 1), (2, 12, 12, 2)],
 )
-def test_many_tiles(monkeypatch, b: int, heads: int, selections: int, cores: int):
+def test_many_tiles_equal_float64(monkeypatch, b: int, heads: int, selections: int, cores: int):
     """Some heads end in the first of five tiles, of 16 the first eight have none, which other blocks have; two cores
     take halves of the blocks, or of the slots of the only one."""
     monkeypatch.setattr(kernel, "WORK", 256)
@@ -214,14 +214,14 @@ def test_many_tiles(monkeypatch, b: int, heads: int, selections: int, cores: int
 
 
 @pytest.mark.parametrize(("form", "c", "heads", "cores"), [("int8", 384, 4, 1), ("kivi", 768, 3, 2)])
-def test_the_last_step_may_begin_among_slots_of_the_one_before(monkeypatch, form: str, c: int, heads: int, cores: int):
+def test_overlapping_last_step_equals_float64(monkeypatch, form: str, c: int, heads: int, cores: int):
     """Of 384 slots a second step of 256 begins at the 128th; with two cores, each takes one. Keys with a step per 32
     tokens begin at whole 256."""
     monkeypatch.setattr(kernel, "WORK", c // 3 * 2 * heads)
     check(form, b=1, c=c, h=heads, g=1, lengths=(c, 0, 300, 200), cores=cores)
 
 
-def test_only_steps_that_have_tokens_are_walked():
+def test_walk_skips_steps_without_tokens():
     """Of each block up to its longest head; of two cores' pieces the next that has any, and none of the other core."""
     ends = jnp.array([130, 0, 0, 5, 512])
     alone = Walk("", 1, 1, 128, 1, 1, ends)
@@ -238,7 +238,7 @@ def test_only_steps_that_have_tokens_are_walked():
     assert kernel._all(pos[:, :2], lengths(pos[:, :2]), 2, 1, 8, 1).ends[0] == 5
 
 
-def test_what_it_does_not_take_is_named():
+def test_unsupported_codes_are_refused_by_name():
     half, full = (KernelCodes(codes=jnp.zeros((1, 1, 128, 64), x)) for x in (jnp.float16, jnp.float32))
     assert "in float16; bfloat16, float32 or float8_e4m3fn" in str(kernel.supports(half, full, 64, 8))
     assert kernel.supports(full, full, 64, 8) is None
@@ -267,7 +267,7 @@ def test_what_it_does_not_take_is_named():
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("rows", "heads", "own"), [(64, 4, 4), (4, 8, 1)])
-def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, heads: int, own: int):
+def test_place_writes_newcomers_and_preserves_other_slots(dtype, rows: int, heads: int, own: int):
     rng, m, c = np.random.default_rng(rows), 16, 256
     top = 60000 if dtype == jnp.uint16 else 250
     x, new = (rng.uniform(0, top, (B, heads, n, rows)).astype(np.float32) for n in (c, m))
@@ -282,7 +282,7 @@ def test_newcomers_take_their_slots_and_nothing_else_moves(dtype, rows: int, hea
     np.testing.assert_array_equal(np.asarray(got).view(bits), np.asarray(want).view(bits))
 
 
-def test_only_tiles_that_newcomers_come_to_are_moved():
+def test_place_touches_only_tiles_of_newcomers():
     """Of 4,096 slots 15 that lie together and one elsewhere are in three tiles; a row that drops all moves one."""
     index = jnp.stack([jnp.sort(jnp.r_[1016:1031, 5, 4096]), jnp.full(17, 4096)])[:, None].astype(jnp.int32)
     tile = placing.tile_size(True, 17, 4096, 8 * 64)
@@ -303,7 +303,7 @@ def test_only_tiles_that_newcomers_come_to_are_moved():
         ("mustafar(recent=16)", 2e-2),  # q and p become bfloat16, which moves XLA's own logits by 0.011
     ],
 )
-def test_a_decode_loop_on_kernels_says_what_it_says_without(text: str, atol: float):
+def test_decode_loop_with_kernels_equals_xla(text: str, atol: float):
     """Teacher-forced over two flushes, ragged rows; the kernels read and write every tier."""
     params = models.random(dict(models.TINY, hidden_size=256, num_hidden_layers=1))
     rng, new = np.random.default_rng(0), 34

@@ -54,11 +54,11 @@ def program(name: str) -> Any:
 @pytest.fixture(scope="module")
 def costs(request: pytest.FixtureRequest) -> Any:
     """Of all cases that this session asks for, by one process: the compiler is loaded once."""
-    return report("tpu_costs.py", *cases(request, test_the_kernel_compiles_and_costs_what_it_did))
+    return report("tpu_costs.py", *cases(request, test_kernel_compiles_at_golden_cost))
 
 
 @pytest.mark.parametrize("case", GOLDEN["rows"])
-def test_the_kernel_compiles_and_costs_what_it_did(costs: Any, case: str):
+def test_kernel_compiles_at_golden_cost(costs: Any, case: str):
     found, golden = costs[case], GOLDEN["rows"][case]
     assert found["copies"] == 0
     # Of pages, of prompts, and of slots that no cache makes, which are padded: as they were.
@@ -69,7 +69,7 @@ def test_the_kernel_compiles_and_costs_what_it_did(costs: Any, case: str):
         assert 0 < found["vmem"] <= golden["vmem"] * SLACK
 
 
-def test_devices_that_divide_slots_send_softmax_parts_and_positions():
+def test_context_parallel_sends_only_partials_and_positions():
     """Of two layers, each with one tier: the kernel's parts in a step, a number a slot in a flush, no codes."""
     found, whole = program("context"), program("qwen3-8b int8")
     assert found["kernels"] == "tpu" and found["copies"] == [] and found["layer"] <= whole["layer"] * 1.01
@@ -79,7 +79,7 @@ def test_devices_that_divide_slots_send_softmax_parts_and_positions():
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_the_decode_loop_moves_no_tier(case: str):
+def test_decode_loop_copies_no_tier(case: str):
     """Beside what the full cache's loop of Llama needs: less than half of one layer's tier.
 
     A pool is divided over the devices, and its contest is one over the ranks of all of them: 14 numbers a slot of the
@@ -92,19 +92,19 @@ def test_the_decode_loop_moves_no_tier(case: str):
 
 
 @pytest.mark.parametrize("case", [x for x in LOOPS if "int" in x or "kivi" in x])
-def test_what_encodes_newcomers_gives_their_codes_to_the_one_pass_over_the_tier(case: str):
+def test_newcomers_are_encoded_in_on_chip_fusion(case: str):
     """One fusion rounds, packs and turns them, in the chip's own memory but for a layer that the compiler may leave
     out, with 64 tokens' codes a block: a kernel of both would save nothing."""
     found = program(case)["encoded"]
     assert found[-1] == "fusion on the chip" and set(found) <= {"fusion on the chip", "fusion off the chip"}
 
 
-def test_a_prompt_is_attended_by_the_kernel():
+def test_prefill_uses_kernel():
     found = program("prefill")
     assert found["kernels"] == "tpu" and found["calls"] == 1
 
 
-def test_weights_are_read_for_one_row_as_fast_as_for_two():
+def test_one_row_matmul_costs_no_more_than_two_rows():
     """Not on the vector units, which take two to three times as long as the memory."""
     one, two = program("products")
     assert 0 < one <= two * SLACK

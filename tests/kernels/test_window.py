@@ -55,18 +55,18 @@ def seed() -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_equals_float64(case: Case, seed: int):
+def test_kernel_equals_float64(case: Case, seed: int):
     good, text = selftest.run(case, "gpu", interpreted(), seed)
     assert good, f"seed {seed}: {text}"
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[7]], ids=str)
-def test_the_reference_equals_float64(case: Case, seed: int):
+def test_reference_equals_float64(case: Case, seed: int):
     good, text = selftest.run(case, "xla", reference, seed)
     assert good, f"seed {seed}: {text}"
 
 
-def test_the_check_sees_a_wrong_kernel():
+def test_selftest_rejects_wrong_kernel():
     def late(last, **rest):
         return reference.entered(last=last - 1, **rest)
 
@@ -82,7 +82,7 @@ def test_the_check_sees_a_wrong_kernel():
 
 
 @pytest.mark.parametrize("more", [{}, dict(model_type="mistral", sliding_window=9)], ids=["whole", "window"])
-def test_steps_ask_the_kernel_for_the_same(more, monkeypatch):
+def test_steps_with_kernel_equal_xla(more, monkeypatch):
     """Logits of steps over a flush, and the window and the queries after them, where one of two rows pauses."""
     module, interpret = interpreted(), parameters()
     from jkv.kernels.decode_attention import gpu as tiers
@@ -107,7 +107,7 @@ def test_steps_ask_the_kernel_for_the_same(more, monkeypatch):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=0.05, atol=0.05)
 
 
-def test_devices_have_their_own_rows_and_heads():
+def test_sharded_window_equals_unsharded():
     parameters()
     env = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"}
     script = Path(__file__).with_name("window_mesh.py")
@@ -116,7 +116,7 @@ def test_devices_have_their_own_rows_and_heads():
     assert float(done.stdout) < 1e-2
 
 
-def test_which_one_reads_it(monkeypatch):
+def test_requested_kernel_runs_or_is_refused(monkeypatch):
     assert window_kernel("xla", jnp.bfloat16, 128, 128, 4).name == "xla"
     assert window_kernel("tpu", jnp.bfloat16, 128, 128, 4) == kernels.Choice("xla")  # where no word is lost about it
     parameters()

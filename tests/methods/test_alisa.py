@@ -19,7 +19,7 @@ ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
 @pytest.mark.slow
-def test_a_page_counts_what_the_last_queries_paid_it():
+def test_page_score_is_attention_of_last_queries():
     cache = rig.prompted(CASES["alisa"][0].tight)
     assert cache.plan[0].tiers[0].select.pages == 6  # type: ignore[union-attr]
     for layer, (row, n) in product(range(L), enumerate(LENGTHS)):
@@ -43,6 +43,6 @@ def test_a_page_counts_what_the_last_queries_paid_it():
         ("alisa(window=65)", "2 to 64"),
     ],
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_arguments_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, ROWS, reserve=16)

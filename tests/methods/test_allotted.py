@@ -37,7 +37,7 @@ def test_packing_round_trips(bits: int):
     np.testing.assert_array_equal(unpack(packed, bits), codes)
 
 
-def test_no_other_bits_leave_less():
+def test_bit_allocation_is_optimal():
     """Against all ways to give 7 bits to 4 stretches, of widths that lessen the error by less and less."""
     for seed in range(20):
         variances = np.random.default_rng(seed).exponential(1, 4) ** 2
@@ -51,7 +51,7 @@ def test_no_other_bits_leave_less():
 
 
 @pytest.mark.parametrize("bits", [b for b in STEPS if b > 4])  # fewer are a table, of levels that are not spaced
-def test_spaced_levels_have_the_error_that_they_are_said_to_have(bits: int):
+def test_uniform_levels_have_tabulated_minimal_error(bits: int):
     """Of N(0, 1): the integral over each level's cell, and no other step is better."""
 
     def lost(step: float) -> float:
@@ -68,7 +68,7 @@ def test_spaced_levels_have_the_error_that_they_are_said_to_have(bits: int):
     assert lost(STEPS[bits]) < min(lost(0.9 * STEPS[bits]), lost(1.1 * STEPS[bits]))
 
 
-def test_every_number_is_at_the_nearest_of_its_levels():
+def test_values_round_to_nearest_level():
     deviation = np.repeat([4.0, 2.0, 1.0, 0.5], 8)
     codec = Allotted(bits=(6, 4, 2, 0), deviation=jnp.asarray(deviation, jnp.float32), scale_dtype="float32")
     x = (RNG.standard_normal((256, 32)) * deviation).astype(np.float32)
@@ -82,14 +82,14 @@ def test_every_number_is_at_the_nearest_of_its_levels():
         np.testing.assert_allclose(np.abs(got - x)[:, own], least, atol=1e-4)
 
 
-def test_a_size_is_that_of_its_token():
+def test_scale_is_per_token():
     codec = Allotted(bits=(4, 2), deviation=jnp.asarray(np.repeat([2.0, 1.0], 8), jnp.float32))
     x = RNG.standard_normal((3, 16)).astype(np.float32)
     np.testing.assert_allclose(again(codec, 64 * x), 64 * again(codec, x), rtol=1e-6)
     assert (again(codec, np.zeros((2, 16))) == 0).all()
 
 
-def test_principal_channels_are_worth_bits_by_their_size():
+def test_principal_channels_get_bits_by_variance():
     found = Sensitivity.read(SENSITIVITY)
     codec = Transformed(bits=2.0).given(found)
     assert isinstance(codec.inner, Allotted) and sum(codec.inner.bits) == 4 and codec.inner.bits[0] > 2
@@ -105,7 +105,7 @@ def test_principal_channels_are_worth_bits_by_their_size():
     assert lost == pytest.approx(want, rel=0.35)
 
 
-def test_numbers_beyond_the_ends_are_exact_and_the_others_at_a_level():
+def test_outliers_are_exact_and_others_at_levels():
     """Ends -1 and 3: middle 1, half 2. The largest and the smallest are beside, if they are beyond."""
     codec = NonUniform(bits=2, by="rank", table=TABLE, low=jnp.full(8, -1.0), high=jnp.full(8, 3.0))
     x = np.array([[-1, 1, 0.4, 2, 3, 10, 1, 1], [-5, 1, 0.4, 2, 3, 2.5, 1, 1]])
@@ -115,7 +115,7 @@ def test_numbers_beyond_the_ends_are_exact_and_the_others_at_a_level():
     np.testing.assert_array_equal(again(without, x), np.clip(want, -1, 3))
 
 
-def test_outliers_are_those_farthest_out_on_whichever_side():
+def test_outliers_are_farthest_out_on_either_side():
     codec = NonUniform(bits=2, table=TABLE, low=jnp.full(8, -1.0), high=jnp.full(8, 3.0))
     x = np.array([[-1.5, 1, 0.4, 9, 3, 10, 8, 1]])
     np.testing.assert_array_equal(again(codec, x), [[-1, 0.5, 0.5, 9, 3, 10, 3, 0.5]])
@@ -125,7 +125,7 @@ def test_outliers_are_those_farthest_out_on_whichever_side():
 
 
 @pytest.mark.parametrize("by", ["distance", "rank"])
-def test_a_token_has_ends_of_its_own(by):
+def test_ranges_are_per_token(by):
     """Those behind its smallest and its largest number."""
     codec = NonUniform(bits=2, by=by, table=TABLE)
     x = np.array([[100.0, -1, 1, 3, -50, 0.9, 3, 2]])
@@ -134,7 +134,7 @@ def test_a_token_has_ends_of_its_own(by):
     np.testing.assert_array_equal(again(codec, np.full((2, 8), 7.0)), 7)
 
 
-def test_evenly_spaced_levels_are_integers():
+def test_evenly_spaced_levels_equal_integer_rounding():
     even = jnp.linspace(-1, 1, 16)
     low, high = jnp.asarray(RNG.uniform(-3, -1, 16), jnp.float32), jnp.asarray(RNG.uniform(1, 3, 16), jnp.float32)
     x = RNG.uniform(-1, 1, (32, 16)).astype(np.float32)

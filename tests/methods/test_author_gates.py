@@ -27,7 +27,7 @@ from support.tiny import DUO, MODEL, PARAMS, SINKS, ZAP, G, H, L, published_gate
 
 
 @pytest.mark.parametrize("hidden", [None, 8])
-def test_a_surrogate_is_the_module_that_it_was(hidden: int | None, tmp_path):
+def test_kvzap_surrogate_equals_published_module(hidden: int | None, tmp_path):
     folder = published_zap(str(tmp_path / "zap"), hidden, MODEL.width, H, L)
     score, arrays = Repeated().of(folder), load_file(f"{folder}/model.safetensors")
     x = np.random.default_rng(0).standard_normal((2, 5, MODEL.width))
@@ -75,7 +75,7 @@ def foreseen(one: dict[str, np.ndarray], x: np.ndarray, h: int, g: int, d: int) 
     return out
 
 
-def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
+def test_fastkvzip_gate_equals_authors_formula(tmp_path):
     rng, (e, h, g, d, s) = np.random.default_rng(5), (12, 2, 3, 4, 5)
     layers = [gate_layer(rng, e, h, g, d, s) for _ in range(2)]
     save_gate(layers, tmp_path / "gate.safetensors")
@@ -95,7 +95,7 @@ def test_a_gate_of_fastkvzip_says_what_its_authors_do(tmp_path):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("core", ["core", "_core"])  # of numpy 1, with which authors saved, and 2
-def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path, monkeypatch):
+def test_docs_snippet_converts_authors_checkpoint(core: str, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch", reason="no torch")
 
     rng = np.random.default_rng(7)
@@ -115,7 +115,7 @@ def test_the_lines_of_the_docs_convert_what_the_authors_save(core: str, tmp_path
     assert np.array_equal(found["shift"], want) and found["query"].shape == (2, 2, 3, 4, 12)
 
 
-def test_fastkvzip_has_its_papers_defaults():
+def test_fastkvzip_has_paper_defaults():
     score = parse(f"fastkvzip(keep=0.3, gate={SINKS!r})").score
     assert isinstance(score, Protect) and (score.sinks, score.newest) == (4, 4096)
     assert (score.portion, score.short) == (0.02, 16_000)
@@ -125,7 +125,7 @@ def test_fastkvzip_has_its_papers_defaults():
             parse(f"fastkvzip(budget=24, {wrong})")
 
 
-def test_heads_are_read_with_their_numbers():
+def test_duoattention_heads_are_read_with_window_sizes():
     heads, sinks, recent = author_weights.duoattention(DUO)
     np.testing.assert_allclose(heads, [[0.1, 0.9], [1.0, 0.3]])
     assert (sinks, recent) == (4, 48)
@@ -134,7 +134,7 @@ def test_heads_are_read_with_their_numbers():
     np.testing.assert_array_equal(config.score.score.heads, [[0, 1], [1, 1]])
 
 
-def test_without_a_folder_they_say_what_to_give():
+def test_missing_weights_error_names_remedy():
     with pytest.raises(ValueError, match="='FOLDER'"):
         parse("duoattention").bound(PARAMS)
     with pytest.raises(ValueError, match="gate='FILE.safetensors'"):
@@ -144,7 +144,7 @@ def test_without_a_folder_they_say_what_to_give():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_surrogates_that_were_trained_here_are_read_too(depth: int, tmp_path):
+def test_surrogates_trained_by_jkv_are_read(depth: int, tmp_path):
     arrays = jax.device_get(Surrogate.start(MODEL, 8, jax.random.key(1), depth=depth).arrays)
     io.write(tmp_path, arrays, {"method": "kvzap", "model": io.identities(PARAMS)})
     score = parse(f"kvzap(budget=24, gate={str(tmp_path)!r})").bound(PARAMS).score.score
@@ -184,7 +184,7 @@ def changed(folder: str, to: Path, **config: object) -> Path:
     return to
 
 
-def test_what_is_no_such_folder_is_refused(tmp_path):
+def test_malformed_author_folders_are_refused(tmp_path):
     for i, (fields, why) in enumerate(
         (
             ({"n_modules": "gone"}, "no whole numbers n_modules"),
@@ -221,7 +221,7 @@ def test_what_is_no_such_folder_is_refused(tmp_path):
         (lambda one: one.update(b=np.full((2, 1, 3), np.inf, np.float32)), "'module.1.b' .* NaN or infinity"),
     ],
 )
-def test_a_gate_of_another_layout_is_refused(change, why, tmp_path):
+def test_gate_of_another_layout_is_refused(change, why, tmp_path):
     layers = [gate_layer(np.random.default_rng(6), 12, 2, 3, 4, 5) for _ in range(2)]
     change(layers[1])
     save_gate(layers, tmp_path / "gate")
@@ -229,7 +229,7 @@ def test_a_gate_of_another_layout_is_refused(change, why, tmp_path):
         author_weights.fastkvzip(tmp_path / "gate")
 
 
-def test_what_is_no_gate_is_refused(tmp_path):
+def test_files_without_gate_are_refused(tmp_path):
     for name, content in (("gate.pt", b"PK\x03\x04 pickled"), ("empty", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(FormatError, match="as safetensors"):
@@ -244,7 +244,7 @@ def test_what_is_no_gate_is_refused(tmp_path):
             author_weights.fastkvzip(tmp_path / name)
 
 
-def test_a_gate_whose_parts_have_other_axes_is_refused(tmp_path):
+def test_gate_with_mismatched_axes_is_refused(tmp_path):
     one = gate_layer(np.random.default_rng(6), 12, 2, 3, 4, 5) | {"k_base": np.zeros((2, 5, 4), np.float32)}
     save_gate([one], tmp_path / "gate")
     with pytest.raises(FormatError, match=r"its k_base, b and k_proj.weight are \[2, 5, 4\]"):

@@ -67,7 +67,7 @@ def test_every_method_takes_its_size_in_three_forms(name: str):
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_fraction_is_the_number_that_it_makes(name: str):
+def test_fraction_equals_its_token_count(name: str):
     number, arrays = planned(written(name, f"budget={TOKENS}"))
     fraction, same = planned(written(name, f"keep={KEEP}"))
     assert [p.capacity for p in fraction] == [p.capacity for p in number]
@@ -76,7 +76,7 @@ def test_a_fraction_is_the_number_that_it_makes(name: str):
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_fraction_follows_the_row_in_every_layer(name: str):
+def test_fraction_grows_with_row_in_every_layer(name: str):
     """Never more than was asked, less by no whole unit, and what a layer was given is not taken back."""
     config = parse(written(name, f"keep={KEEP}"))
     plans, _ = planned(written(name, f"keep={KEEP}"), 4 * LENGTH, NEW)
@@ -93,7 +93,7 @@ def test_a_fraction_follows_the_row_in_every_layer(name: str):
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_bytes_are_filled_and_not_exceeded(name: str):
+def test_byte_budget_is_filled_and_not_exceeded(name: str):
     _, arrays = planned(written(name, f"budget={TOKENS}"), LENGTH, NEW)
     most = tree_bytes(arrays)
     plans, made = planned(written(name, f"bytes={most}"), LENGTH, NEW)
@@ -105,7 +105,7 @@ def test_bytes_are_filled_and_not_exceeded(name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.parametrize("form", ["keep", "bytes"])
-def test_what_was_asked_is_what_a_prompt_leaves(name: str, form: str):
+def test_prompt_fills_requested_budget(name: str, form: str):
     plain = planned(f"snapkv(budget={2 * TOKENS}, window=8)", LENGTH + 64, 64)[1]
     asked = {"keep": f"keep={KEEP}", "bytes": f"bytes={tree_bytes(plain)}"}[form]
     cache, _ = jkv.prefill(PARAMS, written(name, asked), [IDS], reserve=64)
@@ -128,7 +128,7 @@ def refusal(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_the_smallest_size_that_is_named_works_and_one_less_is_refused(name: str):
+def test_reported_minimum_size_works_and_less_is_refused(name: str):
     said, least = refusal(written(name, "budget=1")), 1
     while said:  # what a method needs is found before what a layer needs
         found = re.search(r"(?:take|to) budget=([0-9]+).* or more", said)
@@ -153,7 +153,7 @@ NATURAL = [name for name, method in METHODS.items() if not method.sized]
 
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.parametrize("form", ["budget=256", "keep=0.5", "bytes='1MiB'"])
-def test_what_has_no_size_says_what_decides(name: str, form: str):
+def test_size_of_unsized_method_is_refused_with_remedy(name: str, form: str):
     method = METHODS[name]
     if form.split("=")[0] in method.arguments:
         return  # mikv's own share
@@ -174,7 +174,7 @@ def test_what_has_no_size_says_what_decides(name: str, form: str):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str):
+def test_append_composes_with_any_budget_in_either_order(name: str):
     text = written(name, f"budget={TOKENS}") if name in SIZED else name
     try:
         after = parse(f"{text} | append")
@@ -190,7 +190,7 @@ def test_what_follows_a_prompt_goes_around_any_budget_in_either_order(name: str)
 
 @pytest.mark.parametrize("most", range(20, 61, 5))
 @pytest.mark.parametrize(("layers", "group"), [(2, 1), (7, 1), (30, 1), (30, 8), (9, 4)])
-def test_upper_layers_get_what_lower_ones_cannot_fill(layers: int, group: int, most: int):
+def test_pyramid_gives_unfillable_budget_to_upper_layers(layers: int, group: int, most: int):
     got = pyramid(40, layers, 20, group, most)
     assert sum(got) == 40 * layers and max(got) <= max(most, 40)
     assert list(np.diff(got[::group]) <= 1) == [True] * (len(got[::group]) - 1)
@@ -200,7 +200,7 @@ def test_upper_layers_get_what_lower_ones_cannot_fill(layers: int, group: int, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
-def test_a_budget_that_a_short_row_fills_is_filled(name: str):
+def test_short_row_fills_divided_budget(name: str):
     """Most of a text, divided: layers that want more than the text leave it to the others."""
     text = written(name, "budget=100")
     cache, _ = jkv.prefill(PARAMS, text, [IDS[:112]], reserve=0)

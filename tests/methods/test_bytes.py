@@ -43,7 +43,7 @@ def followed(config) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in methods.METHODS if name not in GIVEN])
-def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
+def test_cache_bytes_are_bounded_by_full_cache(name: str, dtype, monkeypatch):
     card = json.loads((trained_weights.SHIPPED / "smollm2-135m" / trained_weights.CARD).read_text())
     monkeypatch.setattr(trained_weights, "fingerprint", lambda params: card["model"][0])
     for text in texts(name):
@@ -67,7 +67,7 @@ def test_no_cache_is_larger_than_the_full_one(name: str, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("name", methods.METHODS)
-def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
+def test_prompt_reduction_is_active_by_default(name: str):
     for text in texts(name):
         config = methods.parse(text)
         on = [config.prefill.pruning(MODEL, i) for i in range(MODEL.layers)]
@@ -77,7 +77,7 @@ def test_what_reads_less_of_a_prompt_does_so_by_default(name: str):
             assert f"longer than {config.prefill.tokens} tokens" in says, text
 
 
-def test_layers_that_are_exempt_keep_everything():
+def test_dense_layers_keep_all_tokens():
     for size in ("budget=256", "keep=0.25", "bytes='20MiB'"):
         config = methods.parse(f"knorm({size}, dense_layers=2)")
         plan, (layers, _) = CacheShape(config, MODEL, 1, PROMPT, 0, jnp.float32).layout()

@@ -20,7 +20,7 @@ from support.selections import best, newest, prompt_taps
 ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
-def test_layers_get_what_they_ask_for():
+def test_proportional_budget_follows_preferences():
     assert proportional(12, [4, 1, 1], 6) == (6, 3, 3) and proportional(8, [3, 1], 5) == (5, 3)
     rng = np.random.default_rng(0)
     for most in (20, 60, 400):
@@ -39,7 +39,7 @@ def spread(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (mean + 200 * variance).mean(1), entropy ** (1 / 1.6) * variance.sum() ** (1 / 0.4)
 
 
-def test_attention_that_moves_counts_more():
+def test_rank_and_preference_equal_float64():
     scene = Scene("snapkv(budget=48, window=8)", queries=8)
     score = Dispersed(queries=8, tempers=(1.6, 0.4))
     want, asked = spread(scene.p[..., : scene.n - 8])
@@ -53,7 +53,7 @@ def test_attention_that_moves_counts_more():
 
 
 @pytest.mark.slow
-def test_the_layers_of_a_prompt_divide_its_budget():
+def test_prompt_budget_is_divided_by_preference():
     (case,) = CASES["cake"]
     cache = rig.prompted(case.tight)
     for row, n in enumerate(LENGTHS):
@@ -70,7 +70,7 @@ def test_the_layers_of_a_prompt_divide_its_budget():
             np.testing.assert_array_equal(np.logical_or(*rig.held(cache, layer))[row, :, :n], kept)
 
 
-def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
+def test_saved_cache_with_measured_layers_round_trips(tmp_path):
     (case,) = CASES["cake"]
     cache = replace(rig.prompted(case.tight), name=case.tight)
     sizes = [plan.capacity for plan in cache.plan]
@@ -89,6 +89,6 @@ def test_a_cache_of_measured_layers_goes_to_disk_and_back(tmp_path):
         ("cake(budget=64, chunk=64)", "asks every layer about the prompt, which stays whole until then, and chunk=64"),
     ],
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_arguments_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, ROWS, reserve=16)

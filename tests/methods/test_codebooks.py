@@ -52,7 +52,7 @@ def answered(config: CacheConfig) -> jkv.Result:
 
 @pytest.mark.slow
 @configs
-def test_every_layer_and_head_reads_what_its_own_table_decodes(config: CacheConfig):
+def test_every_layer_and_head_decodes_with_its_table(config: CacheConfig):
     cache, token = answered(config).cache, jnp.asarray([3, 5])
     layers, plan = [], []
     for i, (layer, numbers) in enumerate(zip(cache.layers, cache.plan, strict=True)):
@@ -75,7 +75,7 @@ def test_every_layer_and_head_reads_what_its_own_table_decodes(config: CacheConf
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-def test_layers_share_their_programs_whatever_their_tables_are():
+def test_layers_with_different_tables_share_programs():
     def programs(config: CacheConfig) -> dict[str, int]:
         before = set(compilation.PROGRAMS)
         answered(config)
@@ -91,7 +91,7 @@ def test_layers_share_their_programs_whatever_their_tables_are():
 
 
 @configs
-def test_a_saved_cache_goes_on_with_the_tables_that_it_was_made_with(tmp_path, config: CacheConfig):
+def test_saved_cache_round_trips_with_its_tables(tmp_path, config: CacheConfig):
     cache, path, token = answered(config).cache, tmp_path / "cache", jnp.asarray([3, 5])
     save_cache(cache, path, PARAMS)
     again = load_cache(path, PARAMS, config)
@@ -103,7 +103,7 @@ def test_a_saved_cache_goes_on_with_the_tables_that_it_was_made_with(tmp_path, c
 
 
 @pytest.mark.parametrize("layers", [1, L])
-def test_a_plan_shares_no_array_with_its_config_nor_between_tiers(layers: int):
+def test_plan_arrays_are_not_shared_with_config_or_between_tiers(layers: int):
     """A program that takes a cache over takes its plan along."""
     config = replace(OWN, tiers=(TierSpec(size=0.5), TierSpec()))
     config = replace(config, codec=jax.tree.map(lambda x: x[:layers], config.codec))
@@ -116,7 +116,7 @@ def test_a_plan_shares_no_array_with_its_config_nor_between_tiers(layers: int):
     assert len(jax.tree.leaves(plan)) == 4 * layers and len(set(held)) == len(held)
 
 
-def test_a_codec_is_bound_to_the_model_in_every_tier():
+def test_codec_is_bound_to_model_in_every_tier():
     @part
     class Late(Codebook):
         def bound(self, params: models.Params) -> Codec:
@@ -128,7 +128,7 @@ def test_a_codec_is_bound_to_the_model_in_every_tier():
     assert [[type(x) for x in pair] for pair in found] == [[Codebook, Codebook], [Codebook, Dense]]
 
 
-def test_arrays_of_another_shape_are_refused():
+def test_mismatched_tables_are_refused():
     for config, why in [
         (replace(OWN, codec=(tables(H), jax.tree.map(lambda x: x[1:], tables(H)))), "another number of layers than 3"),
         (replace(OWN, codec=(tables(3 * H), Dense())), f"of {H} kv heads, or of 1"),

@@ -55,7 +55,7 @@ def draw(seed: int, *shape: int) -> np.ndarray:
 @codecs
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1e-3, 1.0, 100.0]), queries=st.sampled_from([1, 3]))
-def test_logits_and_mix_are_contractions_with_the_decoded(codec, seed: int, size: float, queries: int):
+def test_logits_and_mix_equal_contractions_with_decoded(codec, seed: int, size: float, queries: int):
     x, q, w = draw(seed, 16, 16) * size, draw(seed + 1, queries, 16), np.abs(draw(seed + 2, queries, 16))
     code = codec.encode(jnp.asarray(x))
     plain = np.asarray(codec.decode(code), np.float64)
@@ -75,7 +75,7 @@ def groups(codec: Affine, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("codec", AFFINE, ids=str)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), offset=st.sampled_from([0.0, 5.0]))
-def test_the_error_is_half_a_step(codec, seed: int, offset: float):
+def test_error_is_at_most_half_a_step(codec, seed: int, offset: float):
     x = draw(seed, 16, 16) + np.float32(offset)
     got = groups(codec, np.asarray(codec.decode(codec.encode(jnp.asarray(x)))))
     y = groups(codec, x)
@@ -86,7 +86,7 @@ def test_the_error_is_half_a_step(codec, seed: int, offset: float):
 
 
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (2, 64), (2, 128), (3, 64), (4, 64)])
-def test_the_best_share_of_a_range_is_best_for_normal_numbers(bits: int, group: int):
+def test_best_clip_is_optimal_for_normal_numbers(bits: int, group: int):
     x = draw(bits, 512, group)
 
     def lost(clip: float | None) -> float:
@@ -125,7 +125,7 @@ def channels(codec: Sparse, x: np.ndarray) -> np.ndarray:
     return np.unpackbits(bitmap, axis=1, bitorder="little").astype(bool)
 
 
-def test_the_sparse_codec_keeps_the_largest_and_knows_which():
+def test_sparse_codec_keeps_largest_channels():
     x = np.array([[1, -5, 2, 0.5, -3, 4, 0, 6]], np.float32)
     codec = Sparse(sparsity=0.5)
     np.testing.assert_array_equal(codec.decode(codec.encode(jnp.asarray(x))), [[0, -5, 0, 0, -3, 4, 0, 6]])
@@ -141,23 +141,23 @@ def test_the_sparse_codec_keeps_the_largest_and_knows_which():
     np.testing.assert_array_equal(codec.decode(codec.encode(jnp.asarray(x))), kept)
 
 
-def test_no_sparsity_is_exact():
+def test_zero_sparsity_is_exact():
     x, codec = jnp.asarray(draw(0, 8, 16), jnp.bfloat16), Sparse(sparsity=0.0)
     np.testing.assert_array_equal(codec.decode(codec.encode(x)), x.astype(jnp.float32))
 
 
-def test_the_count_is_that_of_the_fraction_as_it_is_written():
+def test_kept_count_follows_decimal_sparsity():
     assert [Sparse(sparsity=s).kept(d) for s, d in [(0.5, 128), (0.7, 128), (0.29, 100)]] == [64, 39, 71]
 
 
 @pytest.mark.parametrize(("sparsity", "dim", "message"), [(1.0, 64, "0 to below 1"), (0.5, 20, "no multiple of the 8")])
-def test_what_the_sparse_codec_cannot_keep_is_refused(sparsity: float, dim: int, message: str):
+def test_invalid_sparsity_and_width_are_refused(sparsity: float, dim: int, message: str):
     with pytest.raises(ValueError, match=message):
         Sparse(sparsity=sparsity).check(dim)
 
 
 @codecs
-def test_the_leaves_follow_the_slots(codec):
+def test_code_leaves_are_sized_by_slots_and_grains(codec):
     (empty,) = jax.tree.map(lambda x: x[0, 0], (empty_side(codec, 1, 1, 16, 16, jnp.float32)[0],))
     full = codec.encode(jnp.zeros((16, 16)))
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(empty)] == [(x.shape, x.dtype) for x in jax.tree.leaves(full)]
@@ -167,7 +167,7 @@ def test_the_leaves_follow_the_slots(codec):
 
 @pytest.mark.slow
 @codecs
-def test_codes_do_not_depend_on_later_tokens(codec):
+def test_codes_are_independent_of_later_tokens(codec):
     x = draw(0, 32, 16)
     longer, shorter = codec.encode(jnp.asarray(x)), codec.encode(jnp.asarray(x[:16]))
     for a, b in zip(jax.tree.leaves(longer), jax.tree.leaves(shorter), strict=True):

@@ -35,7 +35,7 @@ FORMATS = {"e4m3": (2.0**-4, -6, 448.0), "e5m2": (2.0**-3, -14, 57344.0)}  # err
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_floats_of_eight_bits_are_near_and_saturate(name):
+def test_float8_is_accurate_and_saturates(name):
     error, least, most = FORMATS[name]
     x = np.concatenate([2.0 ** np.arange(least, 9), np.abs(draw(0, 200)) * 50, [most]]).astype(np.float32)
     x = np.concatenate([x, -x])[:, None]
@@ -49,7 +49,7 @@ def test_floats_of_eight_bits_are_near_and_saturate(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_byte_is_a_finite_float(name):
+def test_every_float8_byte_decodes_to_finite(name):
     x = np.asarray(Float(format=name).decode(Code(slots=jnp.arange(256, dtype=jnp.uint8)[:, None])))
     assert np.isfinite(x).all() and x[255] == 0 and len(np.unique(x)) > 240
 
@@ -66,7 +66,7 @@ def rounded(x: np.ndarray, group: int, scale: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("group", "scale"), [(16, 1.0), (32, 0.25)])
-def test_floats_of_four_bits_round_as_those_of_numpy(group: int, scale: float):
+def test_float4_rounds_like_ml_dtypes(group: int, scale: float):
     x = draw(0, 64, 64) * 2.0 ** np.arange(-16, 16).repeat(2)[:, None].astype(np.float32)
     x[0] = 0
     borders = np.array([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -6])
@@ -75,7 +75,7 @@ def test_floats_of_four_bits_round_as_those_of_numpy(group: int, scale: float):
     assert Float4(group=group).rate(64) == 4 + 8 / group
 
 
-def test_dead_bytes_of_floats_of_four_bits_are_finite():
+def test_float4_dead_bytes_decode_to_zero():
     packed, scales = Float4().encode(jnp.asarray(draw(0, 4, 32))).slots
     x = Float4().decode(Code(slots=(jnp.full_like(packed, 255), jnp.full_like(scales, 255))))
     np.testing.assert_array_equal(x, 0)
@@ -84,7 +84,7 @@ def test_dead_bytes_of_floats_of_four_bits_are_finite():
 # ----------------------------------------------------------------------------------------------------------- polar
 
 
-def test_angles_and_radii_are_the_middles_of_their_bins():
+def test_polar_decodes_to_bin_centers():
     quarters = Polar(radius=2, angle=2, group=4, cut="zero", scale_dtype="float32")
     pairs = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], np.float32)
     got = again(quarters, pairs.repeat(4, 1))[:, [0, 4]]  # four pairs that are alike
@@ -98,7 +98,7 @@ def test_angles_and_radii_are_the_middles_of_their_bins():
 
 @pytest.mark.parametrize("cut", ["gap", "zero"])
 @pytest.mark.parametrize(("radius", "angle"), [(4, 4), (3, 2), (1, 3)])
-def test_radius_and_angle_are_off_by_half_a_bin(radius: int, angle: int, cut):
+def test_polar_error_is_at_most_half_a_bin(radius: int, angle: int, cut):
     """Bins are a part of what the group spans: of angles, a turn less their widest gap."""
     x = draw(0, 32, 32) + np.float32(1)
     got = again(Polar(radius=radius, angle=angle, group=16, cut=cut, scale_dtype="float32"), x)
@@ -118,7 +118,7 @@ def test_radius_and_angle_are_off_by_half_a_bin(radius: int, angle: int, cut):
         assert (error <= half[:, None] * (1 + 1e-4) + 1e-6).all() and error.max() > half.max() / 2
 
 
-def test_a_cluster_of_angles_around_zero_is_as_near_as_one_elsewhere():
+def test_polar_gap_cut_is_accurate_around_zero():
     phi = draw(0, 16, 8) / 8
     lost = {}
     for at in (0.0, 2.0, 6.2):
@@ -139,21 +139,21 @@ def low(**of) -> Affine:
 
 
 @AXES
-def test_a_full_rank_or_nothing_but_outliers_is_exact(inner):
+def test_gear_is_exact_at_full_rank_or_all_outliers(inner):
     x = draw(0, 32, 16)
     got = again(Gear(inner=low(**inner), group=16, rank=16, outliers=0.0), x)
     np.testing.assert_allclose(got, x, atol=1e-5)
     np.testing.assert_array_equal(again(Gear(inner=low(**inner), group=16, rank=0, outliers=1.0), x), x)
 
 
-def test_an_error_of_rank_three_is_found():
+def test_factors_recover_error_of_rank_three():
     x = draw(0, 2, 16, 3) @ draw(1, 2, 3, 24)
     q, p = factors(jnp.asarray(x), 4, 3)
     np.testing.assert_allclose(q @ p, x, atol=1e-4)
     np.testing.assert_allclose(q.swapaxes(1, 2) @ q, np.tile(np.eye(4), (2, 1, 1)), atol=1e-5)
 
 
-def test_without_factors_and_outliers_it_is_kivi():
+def test_gear_without_factors_and_outliers_equals_kivi():
     x = jnp.asarray(draw(0, 128, 16))
     pairs = zip(parse("gear(bits=2, rank=0, outliers=0.0)").codec, parse("kivi(group=64)").codec, strict=True)
     for ours, theirs in pairs:
@@ -162,7 +162,7 @@ def test_without_factors_and_outliers_it_is_kivi():
 
 
 @AXES
-def test_the_largest_and_smallest_stay_and_the_rest_are_coded_as_if_they_were_means(inner):
+def test_gear_keeps_outliers_exact_and_codes_them_as_means(inner):
     x, codec = draw(0, 32, 16) ** 3, Gear(inner=low(**inner), group=16, rank=0, outliers=0.3)
     y = x.reshape(2, 16, 16)
     y = y.swapaxes(1, 2) if codec.channels else y
@@ -178,7 +178,7 @@ def test_the_largest_and_smallest_stay_and_the_rest_are_coded_as_if_they_were_me
     np.testing.assert_allclose(again(codec, x), want, atol=1e-6)
 
 
-def test_the_default_is_nearer_than_the_authors_at_fewer_bits():
+def test_gear_default_beats_authors_settings_at_fewer_bits():
     x = draw(0, 128, 64) + 3 * draw(1, 128, 1) * draw(2, 1, 64)
     for ours, theirs in zip(parse("gear").codec, parse("gear(bits=2, rank=2, outliers=0.02)").codec, strict=True):
         assert ours.rate(64) < theirs.rate(64)
@@ -186,7 +186,7 @@ def test_the_default_is_nearer_than_the_authors_at_fewer_bits():
 
 
 @AXES
-def test_the_factors_are_near_the_best_of_their_rank(inner):
+def test_gear_factors_are_near_optimal_for_rank(inner):
     x = draw(0, 64, 16) + 3 * draw(1, 64, 1) * draw(2, 1, 16)
     plain, codec = (Gear(inner=low(**inner), group=16, rank=r) for r in (0, 2))
     error = (x - again(plain, x)).reshape(4, 16, 16)
@@ -224,7 +224,7 @@ def reference(x: np.ndarray, codec: Nsn) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "scalar"), [(1, 0.3634), (2, 0.1175)])
-def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
+def test_nsn_equals_float64_reference(bits: int, scalar: float):
     x = (draw(0, 64, 64) + 2 * draw(1, 1, 64)) * np.exp(draw(2, 64, 1) / 2)
     codec = Nsn(bits=bits, group=32)
     got, (want, means) = again(codec, x), reference(x, codec)
@@ -234,7 +234,7 @@ def test_codes_are_those_of_normalise_shift_normalise(bits: int, scalar: float):
     assert ((got - x) ** 2).sum() / ((x - means) ** 2).sum() < scalar / (1 - scalar)
 
 
-def test_a_token_is_right_along_itself():
+def test_nsn_is_exact_along_token():
     x, codec = draw(0, 32, 32), Nsn(bits=1, group=32)
     code = codec.encode(jnp.asarray(x))
     s1, scale, y, o = (np.asarray(a, np.float64) for a in codec._read(code))
@@ -242,7 +242,7 @@ def test_a_token_is_right_along_itself():
     np.testing.assert_allclose((own * found).sum(1), (own**2).sum(1), rtol=2**-8)  # of 8 bits
 
 
-def test_a_size_of_twelve_bits_and_one_of_four_share_two_bytes():
+def test_norms_of_12_and_4_bits_share_two_bytes():
     size = np.concatenate([np.abs(draw(0, 500)) * 10.0 ** np.arange(-3, 2).repeat(100), [0, 6e4, 1e9, -1]])
     code = np.random.default_rng(0).integers(0, 16, len(size)).astype(np.float32)
     both = joined(jnp.asarray(size, jnp.float32), jnp.asarray(code))
@@ -253,12 +253,12 @@ def test_a_size_of_twelve_bits_and_one_of_four_share_two_bytes():
     assert np.isfinite(found).all() and found[-2] > 6.5e4 and found[-1] == 0
 
 
-def test_zeros_stay_zeros():
+def test_nsn_keeps_zeros():
     np.testing.assert_array_equal(again(Nsn(group=8), np.zeros((8, 16), np.float32)), 0)
 
 
 @pytest.mark.slow
-def test_the_codebooks_are_what_k_means_finds():
+def test_codebooks_match_k_means():
     x = draw(1, 2**14, 8)
     for signed in (True, False):
         entries, y = fitted(signed), x if signed else np.abs(x)
@@ -270,7 +270,7 @@ def test_the_codebooks_are_what_k_means_finds():
 
 
 @pytest.mark.parametrize("n", [7, 8, 32])
-def test_the_real_transform_is_the_complex_one(n: int):
+def test_real_fourier_transform_equals_complex_fft(n: int):
     x, f = draw(0, 5, n).astype(np.float64), np.asarray(fourier(n), np.float64)
     np.testing.assert_allclose(f @ f.T, np.eye(n), atol=1e-6)
     got, want, half = x @ f, np.fft.rfft(x, norm="ortho"), (n - 1) // 2
@@ -281,7 +281,7 @@ def test_the_real_transform_is_the_complex_one(n: int):
         np.testing.assert_allclose(got[:, -1], want[:, -1].real, atol=1e-5)
 
 
-def test_channels_that_vary_get_two_bits_and_the_others_signs_of_their_transform():
+def test_mixed_codes_varying_channels_in_2_bits_others_in_fft_signs():
     x = draw(0, 16, 32) * np.where(np.arange(32) % 2, 5, 0.5).astype(np.float32)
     codec = Mixed(group=8, scale_dtype="float32")
     got = again(codec, x)
@@ -294,7 +294,7 @@ def test_channels_that_vary_get_two_bits_and_the_others_signs_of_their_transform
     np.testing.assert_allclose(got[:, ::2], np.fft.ifft(z).real.reshape(16, 16), atol=1e-5)
 
 
-def test_values_have_three_levels():
+def test_ternary_has_three_levels():
     x = np.array([[-4, -1, 0.5, 2, 0.2, -0.3, 3, 1]], np.float32).T
     plain = Ternary(group=8, rounds=0)
     np.testing.assert_array_equal(again(plain, x)[:, 0], 1.5 * np.array([-1, -1, 0, 1, 0, 0, 1, 1]))
@@ -304,7 +304,7 @@ def test_values_have_three_levels():
     np.testing.assert_allclose(again(plain, x), np.where(np.abs(x) > mean / 2, np.sign(x), 0) * mean)
 
 
-def test_each_round_brings_three_levels_nearer_to_least_squares():
+def test_ternary_rounds_approach_least_squares():
     x = draw(0, 512, 5)
     lost = [np.square(again(Ternary(group=512, rounds=n, scale_dtype="float32"), x) - x).mean() for n in range(9)]
     assert all(a >= b for a, b in zip(lost, lost[1:], strict=False)) and lost[0] > 1.2 * lost[1]
@@ -345,6 +345,6 @@ def test_each_round_brings_three_levels_nearer_to_least_squares():
     ],
     ids=str,
 )
-def test_what_a_codec_cannot_keep_is_refused(codec, dim: int, message: str):
+def test_invalid_codecs_are_refused(codec, dim: int, message: str):
     with pytest.raises(ValueError, match=message):
         codec.check(dim)

@@ -36,7 +36,7 @@ def ranked(said, window: int) -> np.ndarray:
     return np.asarray(flush.ranked(dataclasses.replace(ev, columns=score.observe(ev)), plan))[0, 0]  # type: ignore[arg-type]
 
 
-def test_the_example_of_the_paper():
+def test_paper_example_is_reproduced():
     flags = np.array([1, 0, 1, 1, 0, 0])
     said = np.where(np.append(0, flags[:-1]), 2.0, -2.0)  # one token later
     pos, said_of = jnp.arange(6)[None, None], jnp.asarray(said, jnp.float32)[None, None]
@@ -48,12 +48,12 @@ def test_the_example_of_the_paper():
     assert (ranked(said, 6) == np.inf).all()
 
 
-def test_the_unmarked_rank_by_how_sure_they_are():
+def test_unmarked_tokens_rank_by_confidence():
     got = ranked([9, -1, -3, -2, 5, -4], 1)  # of tokens 0 to 4: -1, -3, -2, 5 (marked), -4
     np.testing.assert_allclose(got, [1, 3, 2, -np.inf, 4, np.inf])
 
 
-def test_pads_between_two_turns_say_nothing():
+def test_pads_between_turns_are_ignored():
     said = jnp.asarray([[[7.0, 9.0, 9.0, 3.0, 9.0, -1.0]]])
     pos = jnp.asarray([[0, -1, -1, 1, -1, 2]])
     np.testing.assert_array_equal(dms.said_by_next(said, pos[:, None])[0, 0, [0, 3, 5]], [3, -1, -dms.KEEP])
@@ -91,7 +91,7 @@ def forgotten(row: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 1])
-def test_a_prompt_sees_what_it_would_have_seen_token_by_token(row: int):
+def test_prompt_equals_attention_with_delayed_eviction(row: int):
     run, n = rig.shared(TEXT), LENGTHS[row]
     logits, found = forgotten(row)
     np.testing.assert_allclose(run.logits[0][row], logits, atol=1e-4)
@@ -104,7 +104,7 @@ def test_a_prompt_sees_what_it_would_have_seen_token_by_token(row: int):
         assert not held.all() and len({tuple(h) for h in held}) == H
 
 
-def test_marked_tokens_leave_at_flushes_though_there_is_room():
+def test_marked_tokens_are_evicted_despite_free_slots():
     run = rig.shared(TEXT)
     for i in rig.flushed(run.caches):
         cache = run.caches[i]
@@ -118,7 +118,7 @@ def test_marked_tokens_leave_at_flushes_though_there_is_room():
         assert (np.asarray(cache.kept()) < np.asarray(cache.seen)[None, :, None]).all()
 
 
-def test_tokens_one_by_one_are_marked_as_those_of_a_prompt():
+def test_steps_mark_tokens_like_prefill():
     cache, n = rig.empty(TEXT), LENGTHS[1]
     for token in PROMPT[1, -n:][:60]:
         cache, _ = decode_loop.step(PARAMS, cache, jnp.full(2, token))
@@ -136,12 +136,12 @@ def folder(path, **arrays) -> str:
 
 
 @pytest.mark.parametrize("wrong", [{"gain": None}, {"gain": np.ones((2, 63))}, {"gain": np.ones(2)}, {"layers": None}])
-def test_a_folder_without_switches_is_refused(tmp_path, wrong):
+def test_folder_without_switches_is_refused(tmp_path, wrong):
     with pytest.raises(FormatError, match="not those of dms"):
         jkv.parse(f"dms(keep=1.0, gate={folder(tmp_path, **wrong)!r})")
 
 
-def test_layers_divide_a_budget_by_what_stayed_of_the_texts_of_the_training(tmp_path):
+def test_layers_divide_budget_by_trained_retention(tmp_path):
     text = f"dms(budget=64, window=16, gate={folder(tmp_path / 'uneven', layers=np.array([0.6, 0.2]))!r})"
     assert [x.capacity for x in resolve(jkv.parse(text), MODEL, 200, 20)] == [16 + 72, 16 + 24]
     cache = rig.prompted(text)
@@ -159,19 +159,19 @@ def test_layers_divide_a_budget_by_what_stayed_of_the_texts_of_the_training(tmp_
         ("dms", "exactly one of"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(text, says):
+def test_invalid_arguments_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         jkv.parse(text)
 
 
-def test_the_newest_token_must_wait_for_the_next_one():
+def test_empty_recent_window_is_refused():
     gate = f"keep=1.0, gate={rig.SWITCH!r}"
     for text in (f"dms({gate}, recent=0)", f"dms({gate}) | int4(recent=0)"):
         with pytest.raises(ValueError, match="recent=0.*must wait in the recent window; 1 or more"):
             jkv.prefill(PARAMS, text, [[1, 2, 3]])
 
 
-def test_a_model_without_switches_says_how_to_train_them():
+def test_missing_switches_error_names_training_command():
     with pytest.raises(ValueError, match="`jkv train dms --model"):
         jkv.prefill(PARAMS, "dms(keep=1.0)", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no weights yet"):

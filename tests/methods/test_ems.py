@@ -29,7 +29,7 @@ def alike(keys: np.ndarray, worth: list[float], threshold: float, kept: list[int
     return ZeroClass(candidates=3, threshold=threshold).survivor(replace(ev, columns=columns), stays)[0, 0].tolist()
 
 
-def test_candidates_go_to_their_like_or_nowhere():
+def test_candidates_merge_into_most_similar_survivor_or_vanish():
     angle = np.arccos([1, 0.4, 0.7, 0.99, 0.99])
     keys = np.stack([np.cos(angle), np.sin(angle)], 1) * [[2], [1], [3], [1], [1]]
     keys = np.concatenate([keys[:3], [[1.0, -5.0]], keys[3:]])
@@ -39,7 +39,7 @@ def test_candidates_go_to_their_like_or_nowhere():
     assert alike(keys, worth, -1.01, [0, 3]) == [-1, 0, 0, -1, 0, -1]
 
 
-def test_a_survivor_turns_by_worth_and_keeps_its_length():
+def test_survivor_key_is_weighted_mean_of_same_norm():
     rng = np.random.default_rng(0)
     k, v, own_k, own_v = rng.standard_normal((4, 3, D)).astype(np.float32)
     own_k, own_v = (np.repeat(x[:1], 3, 0) for x in (own_k, own_v))
@@ -53,7 +53,7 @@ def test_a_survivor_turns_by_worth_and_keeps_its_length():
     np.testing.assert_allclose(new_v[0], mean[1], rtol=1e-4, atol=1e-6)
 
 
-def test_a_prompt_melts_into_those_that_are_alike():
+def test_prompt_merge_equals_float64():
     (case,) = CASES["ems"]
     cache = rig.prompted(case.tight)
     tier = cache.layers[0].tiers[0]
@@ -86,7 +86,7 @@ def test_a_prompt_melts_into_those_that_are_alike():
     assert merged > 50
 
 
-def test_an_even_score_is_one_on_average():
+def test_even_score_has_mean_one():
     ev = evidence(np.eye(4))
     ev = replace(ev, columns={"given": jnp.asarray([[[1.0, 2.0, 5.0, jnp.nan]]])}, pos=ev.pos.at[0, 0, 3].set(-1))
     np.testing.assert_allclose(Even(score=Given()).rank(ev)[0, 0, :3], [0.375, 0.75, 1.875])
@@ -98,6 +98,6 @@ def test_an_even_score_is_one_on_average():
         ("ems(budget=64, candidates=0)", "1 or more"),
     ],
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_arguments_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, ROWS, reserve=16)

@@ -54,7 +54,7 @@ many = pytest.mark.parametrize("codec", MANY.values(), ids=list(MANY))
 
 
 @many
-def test_what_passes_the_ends_is_a_contraction_with_the_decoded(codec: Codec):
+def test_dots_and_mix_equal_contractions_with_decoded(codec: Codec):
     own = jax.tree.map(lambda x: x[1:2], codec)  # of one layer
     x, q, w = drawn(2, H, 16, D) * 3, drawn(2, H, 3, D), abs(drawn(2, H, 3, 16))
     code = codec_map.encode(own, x)
@@ -68,7 +68,7 @@ def test_what_passes_the_ends_is_a_contraction_with_the_decoded(codec: Codec):
 
 
 @many
-def test_kernels_are_given_what_lies_between_the_ends(codec: Codec):
+def test_kernel_codes_with_query_and_output_equal_decoded(codec: Codec):
     """Of their codes alone, the queries as `query` makes them and the sums as `output` takes them."""
     own = jax.tree.map(lambda x: x[1:2], codec)
     q, w = drawn(1, H, 3, D), abs(drawn(1, H, 3, 16))
@@ -118,14 +118,14 @@ PLACES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", PLACES.values(), ids=list(PLACES))
-def test_a_step_attends_to_what_decodes(config: CacheConfig):
+def test_step_attends_to_decoded_codes(config: CacheConfig):
     cache, token = prompted(config), jnp.asarray([3, 5])
     assert all((tier.pos >= 0).any() for layer in cache.layers for tier in layer.tiers)
     got, want = (decode_loop.step(PARAMS, x, token)[1] for x in (cache, decoded(cache)))
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-def test_scores_see_what_decodes():
+def test_scores_read_decoded_codes():
     """An eviction by attention to coded tokens keeps the tokens that it keeps of the decoded."""
     config = PLACES["scores that read tiers"]
     cache = prompted(config)
@@ -134,13 +134,13 @@ def test_scores_see_what_decodes():
         np.testing.assert_array_equal(np.sort(a.tiers[0].pos, -1), np.sort(b.tiers[0].pos, -1))
 
 
-def test_floats_stay_as_wide_as_they_are():
+def test_float_dtype_is_preserved():
     for codec in (MANY["projected"], Rotated(inner=Dense())):
         own = jax.tree.map(lambda x: x[:1], codec)
         assert codec_map.encode(own, drawn(1, H, 4, D).astype(jnp.bfloat16)).slots.dtype == jnp.bfloat16
 
 
-def test_rotations_keep_inner_products():
+def test_rotations_preserve_inner_products():
     for dim in (16, 24, 64, 96):
         turn = rotation(dim, 0)
         np.testing.assert_allclose(turn.T @ turn, np.eye(dim), atol=1e-6)
@@ -148,13 +148,13 @@ def test_rotations_keep_inner_products():
     np.testing.assert_array_equal(abs(one), np.full((1, 16), 4.0))
 
 
-def test_a_rotation_lessens_the_error_that_one_large_channel_makes():
+def test_rotation_reduces_error_of_outlier_channel():
     x = np.asarray(drawn(64, 64)) + np.eye(64)[5] * 40
     errors = [np.square(np.asarray(c.decode(c.encode(jnp.asarray(x))) - x)).mean() for c in (INT4, Rotated(inner=INT4))]
     assert errors[1] < errors[0]
 
 
-def test_a_balancer_makes_keys_and_queries_alike():
+def test_balancing_equalizes_keys_and_queries():
     """max|q| = 16 and max|k| = 4 give b = 2, and both become 8."""
     codec = Balanced(inner=Dense(), factor=jnp.full((1, 1), 2.0)[0])
     assert (
@@ -162,7 +162,7 @@ def test_a_balancer_makes_keys_and_queries_alike():
     )
 
 
-def test_a_subspace_is_exact_at_its_rank_and_means_cancel_at_full_rank():
+def test_invertible_maps_are_exact_within_their_subspace():
     whole = basis(D)[0, 0]
     x = drawn(16, 5) @ whole[:, :5].T
     close = dict(atol=1e-5, rtol=0)
@@ -187,6 +187,6 @@ def test_a_subspace_is_exact_at_its_rank_and_means_cancel_at_full_rank():
         (MANY["projected"], 32, "of 16 channels, not head_dim=32"),
     ],
 )
-def test_what_a_basis_does_not_fit_is_refused(codec: Codec, dim: int, why: str):
+def test_unfit_head_dims_are_refused(codec: Codec, dim: int, why: str):
     with pytest.raises(ValueError, match=why):
         codec.check(dim)

@@ -39,13 +39,13 @@ ROWS = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]
 @pytest.mark.parametrize(
     "decay, want", [(0.5, [0.425, 0.65, 0.4, 0.4]), (0.0, [0.1, 0.2, 0.3, 0.4]), (1.0, [1.8, 1.3, 0.5, 0.4])]
 )
-def test_forgotten_attention(decay: float, want: list[float]):
+def test_decayed_attention_matches_spec(decay: float, want: list[float]):
     score = Accumulated(decay=decay)
     got = score.observe(evidence(np.eye(4), q=attending(ROWS), score=score))["mass"][0, 0]
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
-def test_tokens_that_fell_below_uniform_attention_go_first():
+def test_tokens_below_uniform_attention_rank_lowest():
     score = Persistence(queries=4)
     ev = evidence(np.eye(4), q=attending(ROWS), score=score)
     np.testing.assert_array_equal(score.rank(replace(ev, columns=score.observe(ev)))[0, 0], [-2, -2, -1, 0])
@@ -59,7 +59,7 @@ def sequential(decay: float, p: np.ndarray) -> np.ndarray:
     return acc
 
 
-def test_forgetting_goes_on_query_by_query():
+def test_decay_is_sequential_across_flushes():
     """40 queries in flushes of 13, 1 and 26, one of them a row that paused: the recurrence over all of them."""
     scene = Scene("a2sf(budget=48, decay=0.9)")
     score, columns = scene.plan.score, scene.ev.columns
@@ -77,7 +77,7 @@ def test_forgetting_goes_on_query_by_query():
     np.testing.assert_allclose(columns["mass"][0], want, atol=1e-5)
 
 
-def test_below_uniform_is_counted_over_the_last_queries():
+def test_persistence_counts_last_queries_across_flushes():
     """However many flushes they came in, and the older ones are forgotten: 30 places of bits in two words."""
     scene = Scene("scissorhands(budget=48, history=30, block=16)")
     score, columns = scene.plan.score, scene.ev.columns
@@ -94,7 +94,7 @@ def test_below_uniform_is_counted_over_the_last_queries():
     assert len(np.unique(want)) > 5
 
 
-def test_below_uniform_is_counted_over_more_queries_than_one_tile():
+def test_persistence_counts_queries_beyond_one_tile():
     scene = Scene("scissorhands(budget=48, history=150, block=16)", n=200, queries=200)
     low = (scene.p.mean(1) < 1 / (np.arange(200)[:, None] + 1)) & np.tri(200, dtype=bool)
     np.testing.assert_array_equal(scene.rank()[:, 1:], -low[:, 50:].sum(1)[:, 1:])
@@ -113,7 +113,7 @@ def recurring(active: np.ndarray, born: np.ndarray, seen: int) -> np.ndarray:
     return 2 * logistic(-1 - (seen - last) / (interval + 1e-5)) + np.where(interval > 0, 2 * logistic(1 - interval), 0)
 
 
-def test_recurrence_of_the_spec():
+def test_recurrence_matches_spec():
     active = np.zeros((12, 1), bool)
     active[[0, 3, 4, 10]] = True
     np.testing.assert_allclose(recurring(active, np.zeros(1), 12), 0.4883, atol=1e-4)
@@ -126,7 +126,7 @@ def test_recurrence_of_the_spec():
 
 
 @pytest.mark.parametrize("n, queries", [(40, 24), (150, 140)])
-def test_recurrence_is_that_of_one_step_at_a_time(n: int, queries: int):
+def test_recurrence_equals_stepwise_reference(n: int, queries: int):
     text = f"lazyeviction(budget=400, window={queries}, threshold=0.05)"
     scene = Scene(text, n=n, queries=queries, limit=400)
     active = scene.p.max(1) >= 0.05
@@ -137,7 +137,7 @@ def test_recurrence_is_that_of_one_step_at_a_time(n: int, queries: int):
     np.testing.assert_allclose(got[inside], want[inside], atol=1e-5)
 
 
-def test_the_page_and_the_representatives_of_the_spec():
+def test_representatives_match_spec():
     ev = replace(evidence(np.eye(8)), columns={"given": jnp.array([[[0.9, 0.1, 0.2, 0.7, 0.3, 0.4, 0.05, 0.06]]])})
 
     def classes(limit: int, share: float) -> list[int]:
@@ -149,7 +149,7 @@ def test_the_page_and_the_representatives_of_the_spec():
     assert classes(4, 0.0) == [2, 2, 2, 2, 0, 0, 0, 0]
 
 
-def test_pages_of_two_heads_stand_for_their_signatures():
+def test_kvcrush_pages_represent_signatures():
     scene = Scene("kvcrush(budget=48, page=4, window=8, sinks=4, newest=8, share=0.5, recent=8)", queries=8, limit=20)
     s = scene.p.mean(1).sum(1)
     area = np.arange(4, 32)
@@ -165,7 +165,7 @@ def test_pages_of_two_heads_stand_for_their_signatures():
 
 
 @pytest.mark.parametrize("task, count", [("summary", 8), ("qa", 4)])
-def test_units_share_the_mean_of_all_or_of_the_larger_half(task: str, count: int):
+def test_windowkv_units_share_mean_of_all_or_top_half(task: str, count: int):
     scene = Scene(f"windowkv(budget=48, window=8, task='{task}')", n=43, queries=8)
     s = scene.p.sum(2).reshape(4, -1)[:, :35]  # of every query head
     want = np.zeros(35)
@@ -175,7 +175,7 @@ def test_units_share_the_mean_of_all_or_of_the_larger_half(task: str, count: int
     np.testing.assert_allclose(scene.rank()[0, :35], want, atol=1e-6)
 
 
-def test_the_groups_of_windowkv_fall_by_equal_steps():
+def test_windowkv_group_budgets_fall_linearly():
     got = pyramid(1024, 32, 14, 8)
     assert sum(got) == 32 * 1024 and np.abs(np.array(got[::8]) - [1463, 1171, 879, 585]).max() <= 1
     assert sum(pyramid(100, 30, 14, 8)) == 3000
@@ -184,7 +184,7 @@ def test_the_groups_of_windowkv_fall_by_equal_steps():
 # -------------------------------------------------------------------------------------------------- rpc and critic
 
 
-def test_the_path_is_kept_by_its_share():
+def test_rpc_keeps_share_of_generated_tokens():
     """Of generated tokens: the newest 32 and a quarter of the others; 10 and 1,056 of them are events of the spec."""
     for window, period, made, want in ((2, 8, 10, 4), (2, 8, 34, 10), (32, 1024, 1056, 288), (32, 1024, 2080, 544)):
         text = f"rpc(window={window}, period={period})"
@@ -196,7 +196,7 @@ def test_the_path_is_kept_by_its_share():
             assert got.tolist() == [prompt + want - window]
 
 
-def test_the_prompt_stays_and_the_path_is_ranked_by_attention_within_it():
+def test_rpc_keeps_prompt_and_ranks_generated_by_attention():
     scene = Scene("rpc(window=6, period=16)", queries=6)
     given = jnp.broadcast_to(jnp.arange(scene.n) < 12, scene.ev.pos.shape).astype(jnp.float32)
     scene.ev = replace(scene.ev, columns={"given": given})
@@ -234,7 +234,7 @@ def positions_of(cache, layer: int) -> list[set[int]]:
 
 
 @pytest.mark.slow
-def test_what_is_given_in_a_later_turn_stays_and_what_was_generated_before_it_is_still_the_path():
+def test_rpc_keeps_later_turns_and_compresses_generated_tokens():
     asked, _ = turns("rpc(window=4, period=16)", 41, 37, 21)
     cache, given = turns("rpc(window=4, period=16)", 41, 37, 21, 50)
     for layer in range(MODEL.layers):
@@ -244,7 +244,7 @@ def test_what_is_given_in_a_later_turn_stays_and_what_was_generated_before_it_is
 
 
 @pytest.mark.slow
-def test_a_question_neither_melts_into_its_context_nor_leaves_before_it_is_answered():
+def test_elasticcache_keeps_question_whole_and_unmerged():
     before, _ = turns("elasticcache(budget=48, newest=20)", 60, 5)
     after, given = turns("elasticcache(budget=48, newest=20)", 60, 5, 26)
     for layer in range(MODEL.layers):
@@ -257,7 +257,7 @@ def test_a_question_neither_melts_into_its_context_nor_leaves_before_it_is_answe
                 np.testing.assert_array_equal(a, b)
 
 
-def test_a_token_remembers_how_widely_it_looked():
+def test_entropy_column_equals_attention_entropy():
     scene = Scene("critic()", queries=30)  # the last 30 of 40
     safe = np.maximum(scene.p, 1e-30)
     want = np.r_[np.zeros(10), -(scene.p * np.log(safe)).sum(-1).mean((0, 1))]
@@ -269,7 +269,7 @@ def test_a_token_remembers_how_widely_it_looked():
     np.testing.assert_allclose(got[0, 1, 460:], -(wide.p * np.log(safe)).sum(-1).mean((0, 1)), atol=1e-5)
 
 
-def test_the_gradient_is_that_of_autodiff():
+def test_gradient_score_equals_autodiff():
     scene = Scene("critic()", queries=2)
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (scene.q.q[0], scene.k, scene.v))
     before = jnp.einsum("hgs,hsd->hgd", jnp.asarray(scene.p[:, :, 0], jnp.float32), v)
@@ -291,7 +291,7 @@ def test_the_gradient_is_that_of_autodiff():
     np.testing.assert_array_equal(jax.jit(rank_by(output_gradient, queries=2).rank)(same), 0)
 
 
-def test_scores_are_added_from_nought_to_one():
+def test_plus_adds_normalized_scores():
     ev = replace(
         evidence(np.eye(3)), columns={"0.given": jnp.array([[[3.0, 7.0, 4.0]]]), "1.k_norm": jnp.ones((1, 1, 3))}
     )
@@ -300,7 +300,7 @@ def test_scores_are_added_from_nought_to_one():
     np.testing.assert_allclose(got, [0, 0.5, 0.125], atol=1e-6)
 
 
-def test_a_fraction_has_a_least_number():
+def test_fraction_budget_has_minimum():
     budget = methods.parse("critic(keep=0.7, least=16)").budget
     seen = Counts(seen=jnp.array([100, 20, 3]), prompt=jnp.zeros(3, int), later=jnp.zeros(3, int))
     layer = resolve(methods.parse("critic(keep=0.7, least=16)"), MODEL, 64, 0)[0]
@@ -311,7 +311,7 @@ def test_a_fraction_has_a_least_number():
 # --------------------------------------------------------------------------------------------------- elastic cache
 
 
-def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
+def test_nearest_merge_averages_into_anchor():
     kept = jnp.array([[[True, False, False, False, True, False]]])  # the last stays in the window
     ev = evidence(np.eye(6), stay=1)
     assert Nearest(sinks=0).survivor(ev, kept)[0, 0, :5].tolist() == [0, 0, 0, 4, 4]
@@ -322,13 +322,13 @@ def test_the_nearest_anchor_takes_a_token_and_becomes_a_mean():
     assert index.tolist() == [0, 9] and k[0, 0] == 5
 
 
-def test_a_fixed_place_leaves():
+def test_oldest_score_evicts_at_fixed_position():
     rank = rank_by(oldest, uniform=True, newest=25).rank(evidence(np.zeros((101, 2))))[0, 0]
     assert rank.argmin() == 75
 
 
 @pytest.mark.slow
-def test_a_prompt_melts_and_generated_tokens_leave_by_place():
+def test_elasticcache_merges_prompt_and_evicts_by_position():
     caches = rig.run("elasticcache(budget=48, newest=20)", forced=FORCED[:, :20]).caches
     cache, flushed = caches[0], caches[rig.flushed(caches)[0]]
     for row, n in enumerate(LENGTHS):

@@ -51,7 +51,7 @@ def dense(row: int) -> tuple[np.ndarray, list[int]]:
 
 
 @pytest.mark.slow
-def test_upper_layers_see_what_the_layer_before_looks_at():
+def test_upper_layers_see_tokens_selected_below():
     cache, logits = jkv.prefill(PARAMS, "fastkv(budget=90, window=8, layer=0, share=0.4)", ROWS)
     for row, n in enumerate(LENGTHS):
         want, on = dense(row)
@@ -64,7 +64,7 @@ def test_upper_layers_see_what_the_layer_before_looks_at():
                 assert pos - {-1} == held
 
 
-def test_with_all_tokens_it_is_snapkv():
+def test_full_share_equals_snapkv():
     (own, logits), (snap, same) = (
         jkv.prefill(PARAMS, text, ROWS)
         for text in ("fastkv(budget=40, share=1.0)", "snapkv(budget=40, window=8, pool=7) | append")
@@ -74,7 +74,7 @@ def test_with_all_tokens_it_is_snapkv():
         np.testing.assert_array_equal(a.tiers[0].pos, b.tiers[0].pos)
 
 
-def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred():
+def test_share_and_keep_give_expected_token_counts():
     config = parse("fastkv(keep=0.1, share=0.2)")
     seen, none = jnp.asarray([1000]), jnp.zeros(1, jnp.int32)
     on = config.prefill.pruning(MODEL, 0)
@@ -85,7 +85,7 @@ def test_a_thousand_tokens_become_two_hundred_and_every_layer_keeps_one_hundred(
 
 
 @pytest.mark.slow
-def test_what_follows_a_prompt_goes_on_whole():
+def test_extension_is_not_pruned():
     cache, _ = jkv.prefill(PARAMS, TEXT, ROWS, reserve=64)
     more, logits = jkv.extend(PARAMS, cache, [[5, 6, 7, 8] * 5, [9, 10] * 6])
     assert more.seen.tolist() == [LENGTHS[0] + 20, LENGTHS[1] + 12] and np.isfinite(np.asarray(logits)).all()
@@ -102,6 +102,6 @@ def test_what_follows_a_prompt_goes_on_whole():
         ("fastkv(budget=40, chunk=16)", "does not go with chunk=16"),
     ],
 )
-def test_what_cannot_work_is_refused(text, says):
+def test_invalid_arguments_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         jkv.prefill(PARAMS, text, ROWS)

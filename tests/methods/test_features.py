@@ -52,7 +52,7 @@ def seen(own: Dictionary, k: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.asarray(RELEVANCE(own, *map(jnp.float32, (k, q)), np.ones(len(k), bool), np.ones(len(q), bool)))
 
 
-def test_all_features_of_an_orthonormal_basis_are_a_sum_of_products():
+def test_relevance_sums_products_of_all_features():
     own, k, q = turned(), RNG.normal(size=(20, D)), RNG.normal(size=(5, D))
     z, asked = (relu(x @ np.asarray(own.encode, np.float64).T) for x in (k, q))
     rare = np.log(20 / (z > 0).sum(0))
@@ -60,7 +60,7 @@ def test_all_features_of_an_orthonormal_basis_are_a_sum_of_products():
     np.testing.assert_allclose(seen(own, k, q), want, rtol=1e-4)
 
 
-def test_only_the_largest_features_count():
+def test_only_largest_features_count():
     own, k, q = turned(3), RNG.normal(size=(20, D)), RNG.normal(size=(5, D))
     z, asked = (relu(x @ np.asarray(own.encode, np.float64).T) for x in (k, q))
     for x in (z, asked):
@@ -69,7 +69,7 @@ def test_only_the_largest_features_count():
     np.testing.assert_allclose(seen(own, k, q), want, rtol=1e-4)
 
 
-def test_what_every_token_has_is_worth_nothing():
+def test_ubiquitous_features_have_no_weight():
     axes, own = np.eye(D), head(np.eye(D))
     k = np.tile(axes[0], (8, 1))  # the first feature, and no other
     assert not seen(own, k, axes[:1]).any()
@@ -78,7 +78,7 @@ def test_what_every_token_has_is_worth_nothing():
     assert not seen(own, k, axes[2:3]).any()
 
 
-def test_what_is_not_ranked_or_does_not_ask_was_never_there():
+def test_masked_tokens_and_queries_have_no_influence():
     own, k, q = turned(), RNG.normal(size=(20, D)), RNG.normal(size=(5, D))
     ranked, asked = np.arange(20) % 3 > 0, np.arange(5) > 1
     got = np.asarray(RELEVANCE(own, *map(jnp.float32, (k, q)), ranked, asked))
@@ -87,7 +87,7 @@ def test_what_is_not_ranked_or_does_not_ask_was_never_there():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_spans_are_the_best_that_share_no_token(seed):
+def test_disjoint_spans_are_optimal(seed):
     score, width, count = np.random.default_rng(seed).uniform(0, 1, 13), 3, 3
 
     def worth(starts: tuple[int, ...]) -> float:
@@ -111,7 +111,7 @@ def plainly(spans: list[list[int]], asked: list[int], k: float = 1.5) -> list[fl
     return out
 
 
-def test_words_are_those_of_bm25():
+def test_bm25_equals_plain_reference():
     ids, asked = np.random.default_rng(1).integers(0, 4, 30), [3, 1, 3, 11]  # some come again in a span, one in none
     spans = [ids[i : i + 4].tolist() for i in range(27)]
     np.testing.assert_allclose(bm25(ids, asked, 4), plainly(spans, asked), rtol=1e-12)
@@ -126,7 +126,7 @@ def shortened(rows: list[list[int]], text: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("window", "span", "lexical"), [(8, 8, 0.25), (12, 5, 0.0), (6, 7, 1.0)])
-def test_a_prompt_is_read_as_the_spans_that_have_what_its_end_looks_for(window, span, lexical):
+def test_prompt_spans_equal_float64_selection(window, span, lexical):
     made = f"s3attention(tokens={BUDGET}, window={window}, span={span}, lexical={lexical}, gate={FEATURES!r})"
     gate = trained(FEATURES, Featured(tokens=BUDGET)).weights
     encode, centre, bias = (np.asarray(x, np.float64) for x in (gate.encode, gate.centre, gate.bias))
@@ -152,7 +152,7 @@ def test_a_prompt_is_read_as_the_spans_that_have_what_its_end_looks_for(window, 
         assert shortened(ROWS, made)[row] == [ROWS[row][i] for i in want]
 
 
-def test_a_prompt_within_the_budget_is_read_whole():
+def test_prompt_within_budget_is_read_whole():
     text = rig.CASES["s3attention"][0].text.format(b=max(LENGTHS))
     np.testing.assert_array_equal(rig.begun(text)[1], rig.begun("full")[1])
     rows = [ROWS[0], ROWS[1][:40], ROWS[1][:5]]
@@ -167,7 +167,7 @@ def arrays() -> dict[str, np.ndarray]:
     return trained_weights.read(FEATURES, "s3attention")[0]
 
 
-def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
+def test_folder_round_trips(tmp_path: Path):
     gate = trained(FEATURES, Featured(tokens=BUDGET)).weights
     assert gate.layers == (0, 1) and gate.active == 6
     trained_weights.write(tmp_path, vars(gate), {"method": "s3attention", "model": trained_weights.identities(PARAMS)})
@@ -187,13 +187,13 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
         ({"encoder": np.zeros(3)}, "not those of s3attention"),
     ],
 )
-def test_a_folder_of_other_arrays_is_refused(tmp_path: Path, change, says):
+def test_folder_with_invalid_arrays_is_refused(tmp_path: Path, change, says):
     trained_weights.write(tmp_path, arrays() | change, {"method": "s3attention", "model": []})
     with pytest.raises(FormatError, match=says):
         parse(f"s3attention(gate={str(tmp_path)!r})")
 
 
-def test_a_foreign_or_damaged_folder_is_refused(tmp_path: Path):
+def test_foreign_or_damaged_folder_is_refused(tmp_path: Path):
     with pytest.raises(FormatError, match="describes 'trimkv', not s3attention"):
         parse(f"s3attention(gate={rig.GATE!r})")
     with pytest.raises(FormatError, match=r"it has no card\.json"):
@@ -217,12 +217,12 @@ def test_a_foreign_or_damaged_folder_is_refused(tmp_path: Path):
         ("s3attention", "jkv train s3attention"),
     ],
 )
-def test_what_cannot_be(text: str, says: str):
+def test_invalid_compositions_are_refused(text: str, says: str):
     with pytest.raises(ValueError, match=says):
         jkv.prefill(PARAMS, text, ROWS)
 
 
-def test_features_are_of_one_model(tmp_path: Path):
+def test_features_of_another_model_are_refused(tmp_path: Path):
     text = f"s3attention(tokens={BUDGET}, window=8, span=8, gate={{!r}})"
     with pytest.raises(ValueError, match="trained for the model"):
         jkv.prefill(LATENT, text.format(FEATURES), ROWS)
@@ -235,7 +235,7 @@ def test_features_are_of_one_model(tmp_path: Path):
         jkv.prefill(PARAMS, text.format(str(tmp_path)), ROWS)
 
 
-def test_a_config_carries_its_dictionary():
+def test_config_carries_features_as_pytree():
     """Through jax, and whatever it is bound to: another method's prefill then reads what is left."""
     config = parse(rig.CASES["s3attention"][0].tight + " | int8")
     same = jax.tree.map(lambda x: x, config.bound(PARAMS))

@@ -38,13 +38,13 @@ def ranks(log_beta) -> np.ndarray:
     return np.asarray(trained_gates.Retention().rank(ev))[0, 0]
 
 
-def test_the_ranks_are_those_of_the_example():
+def test_retention_ranks_match_paper_example():
     got = ranks(np.log([0.9, 0.5, 0.8, 0.99]))
     np.testing.assert_allclose(got, [-0.527, -2.773, -0.669, -0.020], atol=1e-3)
     assert got.argmin() == 1 and sorted(np.argsort(-got)[:2]) == [0, 3]
 
 
-def test_a_head_that_retrieves_forgets_more_slowly():
+def test_retrieval_heads_forget_more_slowly():
     config = jkv.parse(f"retrieval(budget=24, window=2, sinks=1, gate={rig.GATE!r}, heads={rig.FINDERS!r})").bound(
         PARAMS
     )
@@ -59,7 +59,7 @@ def test_a_head_that_retrieves_forgets_more_slowly():
         assert np.isinf(kept[:, [0, 4, 5]]).all() and np.isfinite(kept[:, 1:4]).all()
 
 
-def test_a_token_stays_for_what_fades_or_for_what_does_not():
+def test_utility_rank_adds_lasting_and_fading_worth():
     """rank = log(exp(r) + exp(level) beta^age): of the newest beta says most, and of the oldest r does."""
     config = jkv.parse(f"utility(budget=24, window=2, sinks=1, gate={rig.WORTH!r})").bound(PARAMS)
     rng, arrays = np.random.default_rng(0), io.read(rig.WORTH, "utility")[0]
@@ -79,14 +79,14 @@ def test_a_token_stays_for_what_fades_or_for_what_does_not():
     np.testing.assert_allclose(rank[:, 1:4], want[:, 1:4], rtol=1e-3, atol=1e-3)
 
 
-def test_without_heads_it_says_how_they_are_found():
+def test_missing_heads_error_names_calibrate_command():
     with pytest.raises(ValueError, match="`jkv calibrate compresskv --model"):
         jkv.parse(f"retrieval(budget=24, gate={rig.GATE!r})").bound(PARAMS)
     with pytest.raises(ValueError, match="its first and newest tokens of 5"):
         jkv.parse("retrieval(budget=5)")
 
 
-def test_stabilizers_stay_where_the_example_of_locret_lets_them():
+def test_locret_stabilizers_match_paper_example():
     """Scores 5, 1, 4, 2, 3, 0 in chunks of two, three places: {0, 1}, {0, 2, 3}, and without stabilizers {0, 2, 4}."""
 
     def kept(tokens: list[int], stabilizers: float, foreseen: tuple[float, ...] = (5.0, 1, 4, 2, 3, 0)) -> list[int]:
@@ -105,7 +105,7 @@ def test_stabilizers_stay_where_the_example_of_locret_lets_them():
 
 
 @pytest.mark.parametrize("offset", [1.0, 17.0, 200.0])  # beta 0.7, almost 1, and 1 in float32
-def test_equal_gates_are_a_sliding_window(offset: float):
+def test_equal_gates_give_sliding_window(offset: float):
     gate = jax.tree.map(jnp.zeros_like, RetentionGate.start(MODEL, 4, jax.random.key(0)).part(0))
     gate = gate.update(lambda x: jnp.full_like(x, offset), "out.bias")
     got = ranks(gate(jnp.ones((1, 300, MODEL.width)))[0, 0])
@@ -131,7 +131,7 @@ def normed(ids: jax.Array) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_the_slowest_to_fade_are_kept(row: int):
+def test_slowest_fading_tokens_are_kept(row: int):
     cache, n = rig.prompted(TEXT), LENGTHS[row]
     arrays = f64(io.trained(rig.GATE, trained_gates.Retention()).weights.arrays)
     for layer, x in enumerate(normed(PROMPT[row : row + 1, -n:])):
@@ -147,7 +147,7 @@ def test_the_slowest_to_fade_are_kept(row: int):
 # -------------------------------------------------------------------------------------------------------- makeeach
 
 
-def test_a_token_is_weighed_for_the_queries_ahead():
+def test_outlook_sums_retention_over_future_queries():
     beta = np.array([0.9, 0.5, 0.999, 1e-3])
     ev = dataclasses.replace(evidence(np.eye(4)), columns={"log_beta": jnp.log(jnp.asarray(beta))[None, None]})
     for n in (1, 4, 1000):
@@ -162,7 +162,7 @@ def test_a_token_is_weighed_for_the_queries_ahead():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30))
-def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
+def test_layers_get_slots_won_across_layers(seed: int, tokens: int):
     rng, (layers, heads) = np.random.default_rng(seed), (3, 2)
     ranks = rng.integers(0, 9, (layers, 2, heads, 20)).astype(float)  # with ties
     ranks[rng.random(ranks.shape) < 0.3] = -np.inf
@@ -177,7 +177,7 @@ def test_layers_get_the_places_that_they_win(seed: int, tokens: int):
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_all_tokens_of_a_request_compete(row: int):
+def test_tokens_compete_across_layers_and_heads(row: int):
     cache, n = rig.prompted(rig.CASES["makeeach"][0].tight), LENGTHS[row]
     arrays = f64(io.trained(rig.DEEP, trained_gates.Outlook()).weights.arrays)
     fades = [log_beta(arrays, i, np.float64(x)) for i, x in enumerate(normed(PROMPT[row : row + 1, -n:]))]
@@ -204,19 +204,19 @@ def test_all_tokens_of_a_request_compete(row: int):
         ("makeeach(budget=8, chunk=4)", "stays whole until then, and chunk=4"),
     ],
 )
-def test_what_cannot_compete_is_refused(text, says):
+def test_invalid_arguments_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         jkv.prefill(PARAMS, text.replace(")", f", gate={rig.DEEP!r})"), [[1, 2, 3]])
 
 
-def test_gates_of_trimkv_may_compete():
+def test_makeeach_accepts_trimkv_gates():
     text = f"makeeach(budget=8, gate={rig.GATE!r})"
     assert jax.tree.leaves(jkv.parse(text).score)[0].shape == jax.tree.leaves(jkv.parse(TEXT).score)[0].shape
     with pytest.raises(FormatError, match="describes 'locret', not makeeach or trimkv"):
         jkv.parse(f"makeeach(budget=8, gate={rig.ESTIMATES!r})")
 
 
-def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):
+def test_saved_cache_loads_only_with_its_gate(tmp_path):
     cache, _ = jkv.prefill(PARAMS, TEXT, PROMPT[:1].tolist())
     jkv.save_cache(cache, tmp_path / "c", PARAMS)
     again = jkv.load_cache(tmp_path / "c", PARAMS)
@@ -228,14 +228,14 @@ def test_a_saved_cache_goes_on_with_its_gate_only(tmp_path):
         jkv.load_cache(tmp_path / "c", PARAMS, other)
 
 
-def test_a_config_with_weights_serves_twice():
+def test_config_with_weights_is_reusable():
     config = jkv.parse(TEXT)  # a program that takes a cache over must not take these along
     for _ in range(2):
         jkv.prefill(PARAMS, config, PROMPT[:1].tolist())
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(config))
 
 
-def test_a_gate_of_another_model_is_refused():
+def test_gate_of_another_model_is_refused():
     other = dataclasses.replace(PARAMS, norm=PARAMS.norm + 1)
     with pytest.raises(ValueError, match=f"trained for the model {io.identities(PARAMS)[0]}, and this one is .*train"):
         jkv.prefill(other, TEXT, [[1, 2, 3]])
@@ -245,13 +245,13 @@ def test_a_gate_of_another_model_is_refused():
         CacheShape(jkv.parse("trimkv(budget=48)"), MODEL, 1, 64, 0, jnp.float32).layout()
 
 
-def test_a_gate_serves_the_model_in_every_dtype():
+def test_gate_fits_model_in_every_dtype():
     config = jkv.parse(TEXT)
     for dtype in (jnp.bfloat16, jnp.float16):
         assert config.bound(jax.tree.map(lambda x, d=dtype: x.astype(d), PARAMS)) is not None
 
 
-def test_a_gate_that_comes_with_the_package_is_found(tmp_path, monkeypatch):
+def test_bundled_gate_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "SHIPPED", tmp_path)
     tiny.gate(str(tmp_path / "tiny"))
     found = jkv.parse("trimkv(budget=48)").bound(PARAMS)
@@ -279,20 +279,20 @@ def card(folder, **changes):
         (lambda f: io.write(f, {"into": np.ones(3)}, {"method": "trimkv", "model": []}), "not those of trimkv"),
     ],
 )
-def test_a_broken_folder_is_refused(tmp_path, harm, says):
+def test_broken_folder_is_refused(tmp_path, harm, says):
     tiny.gate(str(tmp_path))
     harm(tmp_path)
     with pytest.raises(FormatError, match=says):
         jkv.parse(f"trimkv(budget=48, gate={str(tmp_path)!r})")
 
 
-def test_weights_that_float16_cannot_hold_are_not_written(tmp_path):
+def test_weights_beyond_float16_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="beyond float16; nothing was written"):
         io.write(tmp_path, {"into": np.full(3, 1e6)}, {"method": "trimkv", "model": []})
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_mesh_a_gate_is_on_every_device():
+def test_gate_is_replicated_over_mesh():
     mesh = sharding.mesh(jax.devices()[:1], MODEL, 2)
     where = sharding.of_rows(rig.empty(TEXT), mesh, H)
     assert {tuple(s.spec) for s in jax.tree.leaves(where.plan)} == {()}

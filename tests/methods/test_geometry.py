@@ -27,7 +27,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------- chance
 
 
-def test_chance_is_even_and_every_head_layer_and_seed_draws_on_its_own():
+def test_random_score_is_uniform_and_uncorrelated():
     ev = evidence(np.zeros((4096, 2)))
     ev = replace(ev, pos=jnp.broadcast_to(ev.pos, (1, 2, 4096)))
     draws = [Random(seed=seed).for_layer(MODEL, layer).rank(ev)[0] for seed, layer in ((0, 0), (0, 1), (1, 0))]
@@ -54,7 +54,7 @@ def places(k: np.ndarray, v: np.ndarray, lag: int, sinks: int) -> np.ndarray:
     return out
 
 
-def test_a_token_is_ranked_in_its_block_against_the_next_block():
+def test_lagkv_ranks_block_against_next_block():
     scene = Scene("lagkv(budget=20, lag=4, sinks=3)")
     got, want = scene.rank(), places(scene.k, scene.v, 4, 3)
     assert (want[:, 3:35] >= 0).all() and (want[:, 35:] == -1).all()
@@ -63,7 +63,7 @@ def test_a_token_is_ranked_in_its_block_against_the_next_block():
 
 
 @pytest.mark.slow
-def test_what_a_token_was_told_does_not_depend_on_when():
+def test_lagkv_score_is_independent_of_flush_time():
     """In the first layer, whose keys no eviction changes: told at three flushes, or of the whole text at once."""
     text = f"lagkv(budget={BUDGET})"
     late = rig.shared(text).caches[-1].layers[0]
@@ -82,7 +82,7 @@ def test_what_a_token_was_told_does_not_depend_on_when():
 
 
 @pytest.mark.slow
-def test_what_a_token_was_told_stays_when_the_rest_of_its_block_has_left():
+def test_lagkv_score_stays_after_rest_of_block_is_evicted():
     scene = Scene("lagkv(budget=20, lag=4, sinks=3)")
     ev, old = scene.ev, scene.ev.window
     first = scene.plan.score.observe(ev)["place"][:, :, 5:]
@@ -95,7 +95,7 @@ def test_what_a_token_was_told_stays_when_the_rest_of_its_block_has_left():
 @pytest.mark.parametrize(
     "text, least", [("lagkv(budget=48, lag=8, recent=14)", 15), ("curdkv(budget=48, recent=8)", 15)]
 )
-def test_a_token_waits_until_it_can_be_told(text: str, least: int):
+def test_too_short_recent_window_is_refused(text: str, least: int):
     with pytest.raises(ValueError, match=f"{least} or more"):
         check(methods.parse(text), MODEL)
 
@@ -103,7 +103,7 @@ def test_a_token_waits_until_it_can_be_told(text: str, least: int):
 # ---------------------------------------------------------------------------------------------------------- CurDKV
 
 
-def test_lengths_are_shares_of_their_block():
+def test_curdkv_norms_are_shares_of_block():
     scene = Scene("curdkv(budget=20, width=8, sinks=2)", n=44, queries=8)
     sizes = [(x**2).sum(-1) for x in (scene.k, scene.v)]
     want = np.ones((2, 40))
@@ -118,7 +118,7 @@ def test_lengths_are_shares_of_their_block():
 # ------------------------------------------------------------------------------------------------------- Compactor
 
 
-def test_leverage_is_the_diagonal_of_the_projection_on_the_keys():
+def test_leverage_is_diagonal_of_key_projection():
     scene = Scene("compactor(budget=20, sinks=3)")
     got = Leverage(sinks=3).observe(scene.ev)["leverage"][0]
     plain = scene.ev.rope.rotate(jnp.asarray(scene.k, jnp.float32), jnp.arange(40)[None], inverse=True)
@@ -140,13 +140,13 @@ def near(scene: Scene, width: int, sinks: int, end: int) -> np.ndarray:
     return out * np.sqrt((scene.v**2).sum(-1))
 
 
-def test_near_attention_is_of_both_directions_within_a_block():
+def test_near_attention_is_bidirectional_within_block():
     scene = Scene("compactor(budget=20, width=16, sinks=3)")
     got = NearMass(width=16, sinks=3).observe(scene.ev)["near"][0]
     np.testing.assert_allclose(got[:, 3:36], near(scene, 16, 3, 36)[:, 3:36], rtol=1e-3, atol=1e-5)
 
 
-def test_the_blend_of_compactor():
+def test_compactor_blends_leverage_and_near_attention():
     scene = Scene("compactor(budget=20, blend=0.5, width=16, sinks=3)")
     mass = near(scene, 16, 3, 36)[:, 3:36]
     pooled = np.stack([np.convolve(x, np.ones(3) / 3, "same") for x in mass])
@@ -157,7 +157,7 @@ def test_the_blend_of_compactor():
     np.testing.assert_allclose(got[:, 3:36], want, rtol=1e-3, atol=1e-4)
 
 
-def test_later_text_asks_no_block_of_the_prompt_again():
+def test_compactor_scores_of_prompt_do_not_change_later():
     """What a prompt was told stays when later tokens come: columns of the first flush are those of the last."""
     caches = rig.shared(f"compactor(budget={BUDGET}, width=32)").caches
     first, last = (c.layers[0].tiers[0] for c in (caches[0], caches[-1]))
@@ -171,13 +171,13 @@ def test_later_text_asks_no_block_of_the_prompt_again():
 # ------------------------------------------------------------------------------------------------- attention, R-KV
 
 
-def test_queries_count_by_how_much_they_see():
+def test_finch_weights_queries_by_visible_tokens():
     scene = Scene("finch(budget=20, window=8)", queries=8)
     want = (scene.p * np.arange(33, 41)[:, None]).sum(2).mean(1)
     np.testing.assert_allclose(scene.rank(), want, rtol=1e-4)
 
 
-def test_chunks_have_the_mean_attention_of_all_heads():
+def test_chunkkv_chunks_have_mean_attention_of_all_heads():
     scene = Scene("chunkkv(budget=20, window=8, unit=5)", queries=8)
     mass = scene.p.sum(2).mean((0, 1))[:32]  # the window stays
     units = np.arange(32) // 5
@@ -199,7 +199,7 @@ def redundant(k: np.ndarray, threshold: float) -> np.ndarray:
     return np.array(out)
 
 
-def test_attention_and_redundancy():
+def test_rkv_combines_attention_and_redundancy():
     scene = Scene("rkv(budget=60, weight=0.4, threshold=0.3)", n=150, queries=8)
     logits = np.einsum("hgtd,hsd->hgts", np.asarray(scene.q.q[0], np.float64), scene.k[:, :142]) * rig.D**-0.5
     mass = softmax(logits.max(1)).mean(1)
@@ -211,7 +211,7 @@ def test_attention_and_redundancy():
     np.testing.assert_allclose(scene.rank()[:, :142], want, rtol=1e-4, atol=1e-7)
 
 
-def test_half_of_the_budget_is_by_attention_and_half_by_what_values_add():
+def test_criticalkv_splits_budget_between_attention_and_output():
     scene = Scene("criticalkv(budget=28, window=8, pool=1, share=0.5, epsilon=0.01)", queries=8, limit=20)
     mass = scene.p.sum(2).mean(1)[:, :32]
     first = np.argsort(np.argsort(-mass, -1), -1) < 14 - 8  # half of all that is kept, less the window
@@ -222,7 +222,7 @@ def test_half_of_the_budget_is_by_attention_and_half_by_what_values_add():
     np.testing.assert_allclose(got[~first], ((mass + 0.08) * moves)[~first], rtol=1e-4)
 
 
-def test_lazy_layers_keep_their_ends_row_by_row():
+def test_simlayerkv_lazy_layers_keep_ends_per_row():
     ends = lambda n: (np.arange(n) < 4) | (np.arange(n) >= n - 20)  # noqa: E731
     share = np.array([[p[:, :, -1, ends(p.shape[-1])].sum(-1).mean() for p in taps(layer)] for layer in range(rig.L)])
     low, high = np.sort(share.ravel())[:2]  # so one layer is lazy for one row alone
@@ -239,7 +239,7 @@ def taps(layer: int) -> list[np.ndarray]:
     return [prompt_taps(layer, row)[3] for row in range(len(rig.LENGTHS))]
 
 
-def test_rocketkv_is_snapkv_and_quest():
+def test_rocketkv_equals_snapkv_with_quest():
     made = methods.parse("rocketkv(budget=100, window=8, pool=7, pages=3, page=8)")
     pages = "quest(pages=3, page=8, sinks=0, dense_layers=0)"
     plain = methods.parse(f"snapkv(budget=100, window=8, pool=7, kind='max') | {pages}")

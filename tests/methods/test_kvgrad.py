@@ -127,7 +127,7 @@ def wanted(prompt: list[int], ids: list[int], first: int, end: int) -> list[np.n
 
 
 @pytest.mark.slow
-def test_attention_counts_as_much_as_the_last_states_depend_on_it():
+def test_score_equals_float64_gradient_times_attention():
     config, probe = parse(f"kvgrad(budget=16, piece={PIECE}, sinks={SINKS})"), Graded(piece=PIECE, sinks=SINKS)
     assert config.prefill.probe == probe
     cache = CacheShape(config.uncompressed(32), MODEL, 2, 32, 0, jnp.float32).empty()
@@ -146,7 +146,7 @@ def test_attention_counts_as_much_as_the_last_states_depend_on_it():
                 np.testing.assert_allclose(held.columns["probed"][row][:, at], want[layer], rtol=1e-3)
 
 
-def test_its_defaults_are_those_of_its_authors():
+def test_defaults_equal_authors():
     config = parse("kvgrad(keep=0.3)")
     assert config.prefill.probe == Graded(piece=256, sinks=4) and config.score == parse("kvzip(keep=0.3)").score
     for wrong in (dict(piece=0), dict(step=0)):
@@ -157,14 +157,14 @@ def test_its_defaults_are_those_of_its_authors():
 @pytest.mark.parametrize(
     "params, why", [(LATENT, "values that are latents"), (HYBRID, "blocks that recur"), (SUNK, "experts")]
 )
-def test_models_that_it_cannot_go_back_through_are_refused(params, why):
+def test_models_without_backward_pass_are_refused(params, why):
     check(parse("kvzip(budget=24)"), params.config)
     with pytest.raises(ValueError, match=f"goes back through the model .* does not go with {why}"):
         check(parse("kvgrad(budget=24)"), params.config)
 
 
 @pytest.mark.slow
-def test_all_of_a_prompt_that_fits_stays():
+def test_prompt_within_budget_is_kept_whole():
     texts = "full", "kvgrad(budget=64)"
     full, kept = (jkv.generate(PARAMS, text, ROWS, max_new_tokens=8, stop_ids=()) for text in texts)
     assert kept.tokens == full.tokens
@@ -183,7 +183,7 @@ def found(params: models.Params, ids: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_a_model_in_codes_has_the_slopes_of_its_floats(form):
+def test_quantized_model_has_gradients_of_decoded_weights(form):
     sizes = dict(models.TINY, hidden_size=64, num_hidden_layers=1)
     params, ids = models.random(sizes, 0, form=form), np.random.default_rng(5).integers(0, 100, PROMPT + PROBE)
     assert forms(params.layers) == form
@@ -209,7 +209,7 @@ def dense(params: models.Params, config: CacheConfig, ids: list[int]) -> Cache:
 
 
 @pytest.mark.slow
-def test_gradients_beyond_float16_have_their_sizes_in_it():
+def test_float16_model_handles_gradients_beyond_float16():
     params, ids = models.random(models.TINY, 0), np.random.default_rng(5).integers(0, 100, PROMPT + PROBE)
     large = replace(params, layers=tuple(w | {"down": 1000 * w["down"]} for w in params.layers))
     half = jax.tree.map(lambda x: x.astype(jnp.float16), large)
@@ -221,7 +221,7 @@ def test_gradients_beyond_float16_have_their_sizes_in_it():
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2", "olmo2", "granite"])
-def test_slopes_are_the_gradients_of_torch(name):
+def test_gradients_equal_torch(name):
     torch = pytest.importorskip("torch")
     params, model, ids = families(name)
     model.set_attn_implementation("eager")  # whatever version it is: others may leave out caps of logits
@@ -244,7 +244,7 @@ def test_slopes_are_the_gradients_of_torch(name):
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_scores_are_those_of_its_authors_press(name, monkeypatch):
+def test_scores_equal_kvpress(name, monkeypatch):
     torch, transformers, kvpress = map(pytest.importorskip, ("torch", "transformers", "kvpress"))
     params, model, ids = families(name)
     said = []

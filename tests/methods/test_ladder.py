@@ -44,7 +44,7 @@ def observed_and_ranked(ev: Evidence):
     return ev.columns, ev.plan.score.rank(ev)
 
 
-def test_the_ladder_of_the_spec():
+def test_ladder_matches_spec():
     after = {}
     for layer in range(2):
         score = Protect(score=Ladder(span=2, sinks=2, layer=layer, layers=4), sinks=2)
@@ -68,7 +68,7 @@ def thinned(tokens: list[int], layer: int, size: int, keep: int, gap: int, block
 
 
 @pytest.mark.parametrize("span, overlap, size, keep", [(2, 0, 2, 1), (2, 1, 3, 2), (1, 0, 4, 1)])
-def test_a_long_prompt_is_thinned_in_one_round_of_larger_blocks(span: int, overlap: int, size: int, keep: int):
+def test_long_prompt_is_thinned_in_one_round(span: int, overlap: int, size: int, keep: int):
     """100 tokens into 16, four layers: what is left over behind the first pass is thinned in `times` rounds at once."""
     for layer in (1, 3):
         score = Protect(score=Ladder(span=span, overlap=overlap, sinks=2, layer=layer, layers=4), sinks=2)
@@ -86,7 +86,7 @@ def test_a_long_prompt_is_thinned_in_one_round_of_larger_blocks(span: int, overl
 
 
 @pytest.mark.parametrize("c, n, kept", [(4, 12, [3, 7, 9, 11]), (8, 64, [39, 47, 51, 55, 57, 59, 61, 63])])
-def test_a_contest_that_the_newer_always_wins_is_a_tree(c: int, n: int, kept: list[int]):
+def test_contest_won_by_newer_tokens_is_a_tree(c: int, n: int, kept: list[int]):
     score = Contest(score=Given(), sinks=0, share=1.0)
     assert placed(score, list(range(n)), {"given": np.zeros(n)}, c, n, n)[0] == kept
 
@@ -102,14 +102,14 @@ def contested(tokens: list[int], value: dict[int, float], sinks: int, c: int, cu
     return tokens
 
 
-def test_a_sum_over_queries_becomes_a_mean():
+def test_per_query_turns_sum_into_mean():
     ev = replace(evidence(np.eye(4)), columns={"given": jnp.array([[[1.8, 1.3, 0.5, 0.4]]])})
     np.testing.assert_allclose(PerQuery(score=Given()).rank(ev)[0, 0], [0.45, 1.3 / 3, 0.25, 0.4], atol=1e-6)
     local = replace(ev, plan=replace(LADDER, window=2))
     np.testing.assert_allclose(PerQuery(score=Given()).rank(local)[0, 0], [0.9, 0.65, 0.25, 0.4], atol=1e-6)
 
 
-def test_contests_are_those_of_one_at_a_time():
+def test_contests_equal_sequential_reference():
     rng, score = np.random.default_rng(0), Contest(score=Given(), sinks=2, share=0.5)
     for gone in (0, 3, 29):
         for n in (13, 21, 40):
@@ -120,7 +120,7 @@ def test_contests_are_those_of_one_at_a_time():
             assert got == contested(pos, value, 2, 6, gone % 6, 12)
 
 
-def test_a_ladder_knows_its_layer_and_must_leave_something_out():
+def test_ladder_is_bound_to_layer_and_must_evict():
     plans = resolve(methods.parse("lacache(budget=48)"), MODEL, 64, 0)
     assert [p.score.score.layer for p in plans] == [0, 1] and plans[0].score.score.layers == L
     with pytest.raises(ValueError, match="span=2 and overlap=0 in a model of 2 layers leave nothing out"):

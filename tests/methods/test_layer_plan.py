@@ -52,7 +52,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize(
     "texts", [TEXTS, WEIGHED, tuple(f"{x} | snapkv(budget=48)" for x in TEXTS)], ids=["", "w", "e"]
 )
-def test_a_layer_has_what_a_cache_of_its_choice_would_have_there(texts, tmp_path):
+def test_layer_codecs_equal_chosen_candidate(texts, tmp_path):
     plan = Plan.read(folder(tmp_path, texts))
     own = resolve(parse(f"planned(plan={str(tmp_path)!r})").bound(PARAMS), MODEL, 96, 16)
     others = [resolve(parse(text).bound(PARAMS), MODEL, 96, 16) for text in texts]
@@ -68,7 +68,7 @@ SIZES = ("budget=40", "keep=0.25", "keep=0.4")
 
 
 @pytest.mark.parametrize("more", ["", " | append"])
-def test_a_layer_keeps_as_many_tokens_as_a_cache_of_its_choice(more, tmp_path):
+def test_layer_budget_equals_chosen_candidate(more, tmp_path):
     texts = tuple(f"snapkv({size}, window=8) | int4{more}" for size in SIZES)
     counts = Counts(seen=jnp.array([96, 60]), prompt=jnp.array([80, 44]), later=jnp.array([0, 3]))
     others = [planned_for(parse(text)) for text in texts]
@@ -88,7 +88,7 @@ def planned_for(config):
     return resolve(config, MODEL, 96, 16, CacheShape(config, MODEL, 1, 96, 16, jnp.float32).divide().sizes)
 
 
-def test_a_plan_of_codecs_alone_has_the_budget_of_its_candidates(tmp_path):
+def test_plan_without_budgets_uses_budget_of_candidates(tmp_path):
     """As folders were written before plans had budgets, one of which is among the results."""
     arrays, card = trained_weights.read(folder(tmp_path / "new", [f"{x} | snapkv(budget=48)" for x in TEXTS]), METHOD)
     del arrays["budgets"]
@@ -99,7 +99,7 @@ def test_a_plan_of_codecs_alone_has_the_budget_of_its_candidates(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_holds_what_the_plan_gives_each_layer(tmp_path):
+def test_cache_follows_plan_in_each_layer(tmp_path):
     texts = ("snapkv(keep=0.25, window=8)", "snapkv(keep=1.0, window=8) | int8")
     made = folder(tmp_path, texts, keys=(1, 0), values=(1, 0), budgets=(0, 1))
     ids = np.random.default_rng(0).integers(0, MODEL.vocab, (1, 80)).tolist()
@@ -109,7 +109,7 @@ def test_a_cache_holds_what_the_plan_gives_each_layer(tmp_path):
         extend(PARAMS, cache, [ids[0] * 2])
 
 
-def test_bits_go_where_they_gain_most():
+def test_bit_division_is_near_optimal():
     """Never dearer than one choice for all, and as cheap as the best of all divisions but for the last step."""
     rng = np.random.default_rng(0)
     for _ in range(30):
@@ -141,7 +141,7 @@ def bytes_of(params, text: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_layer_that_needs_more_bits_has_them(tmp_path, monkeypatch):
+def test_search_gives_sensitive_layer_more_bits(tmp_path, monkeypatch):
     params = planted(100)
     least, most = (bytes_of(params, text) for text in ("int4", "int8"))
     found = partial(calibrated, params, tmp_path, monkeypatch)
@@ -158,7 +158,7 @@ def test_the_layer_that_needs_more_bits_has_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_killed_search_resumes(tmp_path, monkeypatch):
     params, asks, whole = planted(100), [], LayerTexts.swapped
 
     def swapped(self, *args):
@@ -182,7 +182,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_layer_that_says_nothing_keeps_the_fewest_tokens(tmp_path, monkeypatch):
+def test_search_gives_silent_layer_fewest_tokens(tmp_path, monkeypatch):
     """What its attention gives is multiplied by zero: its tokens are worth nothing, and others have their bytes."""
     params, layers = planted(1), list(planted(1).layers)
     layers[1] = dict(layers[1], o=layers[1]["o"] * 0)
@@ -199,7 +199,7 @@ def test_the_layer_that_says_nothing_keeps_the_fewest_tokens(tmp_path, monkeypat
     assert bytes_of(params, f"planned(plan={str(tmp_path / 'plan')!r})") == card["bytes"] <= most
 
 
-def test_what_is_no_plan_is_refused_by_name(tmp_path):
+def test_invalid_plans_are_refused_with_reason(tmp_path):
     for i, (texts, why) in enumerate(
         (
             (("int8", "kivi(group=8)"), "differ in more than their budgets and codecs"),

@@ -32,7 +32,7 @@ from support.selections import best, newest, prompt_taps
 # ------------------------------------------------------------------------------------------------------ compresskv
 
 
-def test_layers_get_by_what_they_lose():
+def test_weighted_budget_follows_layer_weights():
     assert weighted(64, [0.75, 0.25], least=32, most=192) == (80, 48)
     assert weighted(64, [1.0, 0.0, 0.0], least=32, most=100, step=11) == (98, 32 + 11 + 8, 43)
     rng = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def test_layers_get_by_what_they_lose():
         assert max(abs(a - b) for a, b in zip(coarse, got, strict=True)) <= 50
 
 
-def test_the_best_heads_choose_for_their_layer(tmp_path):
+def test_compresskv_best_heads_select_for_layer(tmp_path):
     arrays, _ = trained_weights.read(rig.FINDERS, "compresskv")
     cache = rig.prompted(CHOICE.tight)
     for layer in range(L):
@@ -86,7 +86,7 @@ def with_lost(token: Token, k, v, gone) -> Token:
 
 
 @pytest.mark.slow
-def test_a_mean_token_weighs_what_it_stands_for():
+def test_mean_token_has_weight_of_evicted_tokens():
     attend = MeanToken().attend
     nothing = Token(k=jnp.full((1, 1, 1), jnp.nan), v=jnp.full((1, 1, 1), jnp.nan), count=jnp.zeros((1, 1)))
     zero = np.zeros((1, 1))
@@ -109,7 +109,7 @@ def test_a_mean_token_weighs_what_it_stands_for():
     np.testing.assert_allclose(got, weight / weight.sum() @ v, atol=1e-5)
 
 
-def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_weight():
+def test_smallkv_keeps_tokens_of_similar_head_below():
     cache = rig.prompted(rig.CASES["smallkv"][0].tight)
     assert np.asarray(cache.kept())[0].tolist() == [[n] * H for n in rig.LENGTHS]
     state = cache.layers[1].residual
@@ -132,7 +132,7 @@ def test_a_layer_keeps_what_the_head_alike_below_looks_at_and_the_rest_by_its_we
             np.testing.assert_allclose(made, out[h].mean((0, 1)), atol=1e-5)
 
 
-def test_a_mean_value_of_known_odds_has_its_share():
+def test_mean_value_has_share_of_its_odds():
     part = Partial(acc=jnp.full((1, 1, 1, 1, 2), 6.0), m=jnp.zeros((1, 1, 1, 1)), l=jnp.full((1, 1, 1, 1), 3.0))
     one = jnp.ones((1, 1))
     state, query = Share(v=jnp.asarray([[[10.0, 2.0]]]), weight=one, odds=one), jnp.zeros((1, 1, 1, 1, 2))
@@ -156,13 +156,13 @@ def test_a_mean_value_of_known_odds_has_its_share():
     ],
     ids=range(9),  # folders have other names in every process
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_compositions_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("text", ["compresskv(budget=48)", "razorattention"])
-def test_heads_are_of_one_model(text: str):
+def test_missing_heads_and_heads_of_another_model_are_refused(text: str):
     with pytest.raises(ValueError, match=f"`jkv calibrate {text.partition('(')[0]} --model"):
         jkv.prefill(PARAMS, text, [[1, 2, 3]])
     other = replace(PARAMS, norm=PARAMS.norm + 1)
@@ -192,7 +192,7 @@ def needles() -> list[heads.Needle]:
     return one
 
 
-def test_heads_that_look_at_needles_and_layers_that_lose(monkeypatch):
+def test_compresskv_calibration_equals_float64(monkeypatch):
     monkeypatch.setattr(heads, "TOP", 2)
     got, told = heads.choice(PARAMS, needles(), lambda what: None)
     assert told == {"answered": "2 of 3"}
@@ -226,7 +226,7 @@ def test_heads_that_look_at_needles_and_layers_that_lose(monkeypatch):
         heads.choice(PARAMS, needles()[2:], lambda what: None)
 
 
-def test_a_needle_is_where_it_is_said_to_be():
+def test_needle_span_locates_needle():
     (one,) = heads.needles(TINY, 1, 478, 0)
     ids = [x for x in one.ids[0].tolist() if x >= 0]
     assert len(ids) == int(one.end) + len(one.answer) - 1
@@ -236,7 +236,7 @@ def test_a_needle_is_where_it_is_said_to_be():
     assert TINY.tokenizer.decode(ids[: int(one.end)]).endswith("opens the door with the code")
 
 
-def test_heads_that_look_at_what_repeats():
+def test_razorattention_calibration_equals_float64():
     got, _ = heads.split(PARAMS, 1, 4 * 20 + 1, 3, lambda what: None)
     ids = np.r_[0, np.tile(np.random.default_rng(3).integers(0, MODEL.vocab, 20), 4)]
     taps = rig.dense_prompt(jnp.asarray(np.pad(ids, (9, 0), constant_values=-1)[None].repeat(2, 0)))[1]
@@ -251,7 +251,7 @@ def test_heads_that_look_at_what_repeats():
         np.testing.assert_allclose(got["induction"][layer], induction.max(1), atol=1e-6)
 
 
-def test_what_is_found_is_used(tmp_path, monkeypatch):
+def test_calibrated_heads_are_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, *_: TINY)
     folder = tmp_path / "found"
     result = call("calibrate", "razorattention", "--out", folder, "--texts", 1, "--length", 81)
@@ -266,7 +266,7 @@ def test_what_is_found_is_used(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_the_heads_that_come_with_jkv_are_of_smollm2():
+def test_bundled_heads_fit_smollm2():
     for method, arrays in (("compresskv", {"heads": (30, 3, 3), "layers": (30,)}), ("razorattention", None)):
         arrays = arrays or {"echo": (30, 3), "induction": (30, 3)}
         (folder,) = [

@@ -46,7 +46,7 @@ def read(text: str, pieces: list[int], steps: int = 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [0, 6])
-def test_mixtures_are_those_of_the_paper_piece_by_piece(local: int):
+def test_chunked_mixtures_equal_reference(local: int):
     pieces = [40, 80, 110]
     cache = read(TEXT.replace("chunk", f"local={local}, chunk"), pieces)
     for head in range(H):
@@ -57,7 +57,7 @@ def test_mixtures_are_those_of_the_paper_piece_by_piece(local: int):
             np.testing.assert_allclose(got[t][1], v, atol=2e-4)
 
 
-def test_a_block_of_steps_is_a_piece():
+def test_decode_block_is_mixed_like_chunk():
     cache = read(TEXT, [40, 80], steps=17)  # the flush comes before the seventeenth
     for head in range(H):
         want, got = by_hand([40, 80, 96], head, 0.5), stored(cache, head)
@@ -67,7 +67,7 @@ def test_a_block_of_steps_is_a_piece():
             np.testing.assert_allclose(got[t][0], k, atol=2e-4)
 
 
-def test_without_a_share_the_heavy_stay_as_they_are():
+def test_zero_share_leaves_heavy_hitters_unchanged():
     config = methods.parse(TEXT)
     assert isinstance(config.merge, Mixtures) and config.merge.gate is not None
     blend = config.merge.gate.update(jnp.zeros_like, "share")
@@ -81,7 +81,7 @@ def test_without_a_share_the_heavy_stay_as_they_are():
     assert by_hand([40], 0, 0.0).keys() == stored(cache, 0).keys()
 
 
-def test_weights_sum_to_one_and_follow_what_moves():
+def test_mixture_weights_sum_to_one_and_are_shift_equivariant():
     rng = np.random.default_rng(1)
     arrays, _ = trained_weights.read(MIXTURES, "lococo")
     blend = restore(Blend, arrays).part(0)
@@ -108,12 +108,12 @@ def test_weights_sum_to_one_and_follow_what_moves():
         ("lococo(budget=32)", "run `jkv train lococo"),
     ],
 )
-def test_what_cannot_work_is_refused(text: str, why: str):
+def test_invalid_compositions_are_refused(text: str, why: str):
     with pytest.raises(ValueError, match=why):
         jkv.generate(PARAMS, text.format(g=MIXTURES), IDS[:, :20], max_new_tokens=2)
 
 
-def test_a_folder_of_something_else_is_refused():
+def test_folder_with_invalid_arrays_is_refused():
     arrays, card = trained_weights.read(MIXTURES, "lococo")
     for name, array, why in (
         ("fewer", {"conv.bias": arrays["conv.bias"][:, :4]}, "not those of lococo"),

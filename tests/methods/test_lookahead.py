@@ -58,7 +58,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return x / x.sum(-1, keepdims=True)
 
 
-def test_pseudo_tokens_stand_where_the_answer_will():
+def test_dapq_score_is_attention_of_pseudo_tokens():
     (part,) = Pseudo(tokens=10).texts(PARAMS, ROWS, greedy)
     assert [r[:5] + r[-5:] for r in ROWS] == part.ids
     got = found("dapq(budget=32, tokens=10)")
@@ -68,7 +68,7 @@ def test_pseudo_tokens_stand_where_the_answer_will():
             np.testing.assert_allclose(got[layer][row, :, : len(ROWS[row])], want, atol=1e-5)
 
 
-def test_a_token_is_worth_what_it_is_to_the_repetition_of_its_own_piece():
+def test_kvzip_score_is_max_attention_of_repeated_piece():
     parts = Rebuilt(piece=40, lead=6, sinks=3).texts(PARAMS, ROWS, greedy)
     assert [x.span for x in parts] == [[(0, 40), (0, 40)], [(40, 60), (40, 73)]]
     assert parts[0].ids[0] == ROWS[0][:40] and parts[1].ids[1] == ROWS[1][34:]  # no tokenizer: no request in words
@@ -87,7 +87,7 @@ def test_a_token_is_worth_what_it_is_to_the_repetition_of_its_own_piece():
                 assert 0 <= want.min() and want.max() <= 1
 
 
-def test_the_repetition_stands_in_the_turn_of_the_answer():
+def test_kvzip_repetition_is_in_answer_turn():
     class Words:
         """A tokenizer: token t is chr(40 + t)."""
 
@@ -110,7 +110,7 @@ def test_the_repetition_stands_in_the_turn_of_the_answer():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["dapq(budget={}, tokens=10)", "kvzip(budget={}, piece=40)"])
-def test_nothing_of_a_probe_stays(text):
+def test_probe_leaves_no_trace_in_cache(text):
     new = dict(max_new_tokens=12, stop_ids=())
     full, all_kept = (jkv.generate(PARAMS, t, ROWS, **new) for t in ("full", text.format(200)))
     assert all_kept.tokens == full.tokens
@@ -129,7 +129,7 @@ def test_nothing_of_a_probe_stays(text):
 
 
 @pytest.mark.parametrize("form", ["floor=0.0, step=1", "floor=None"])
-def test_the_best_by_what_was_learned_stay(form: str):
+def test_highest_scored_tokens_are_kept(form: str):
     """Of all layers and heads together, as in the authors' code; or of each head, where they have equal shares."""
     text = f"kvzip(budget=24, piece=40, {form})"
     scores, (cache, _) = found(text), jkv.prefill(PARAMS, text, ROWS)
@@ -144,7 +144,7 @@ def test_the_best_by_what_was_learned_stay(form: str):
         assert len(kept ^ set(best[: 24 * H * L])) <= 2 * L  # a layer's places are whole tokens a head
 
 
-def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_requests_are_refused_before_prefill(monkeypatch: pytest.MonkeyPatch):
     long = [[1] * 500]
     monkeypatch.setattr(PrefillRunner, "dense", lambda self: pytest.fail("the prompt was read first"))
     with pytest.raises(ValueError, match="531 tokens, and the model's context is 512: take dapq: fewer tokens="):

@@ -33,7 +33,7 @@ def test_packing_round_trips(bits: int):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6])
-def test_fields_are_equal_stretches_of_what_was_packed(bits: int):
+def test_fields_are_equal_slices_of_packed_codes(bits: int):
     """Whole, and no shorter than 32 channels where a byte has more fields than one."""
     for d in (8, 16, 24, 40, 64, 96, 128, 256):
         if d % together(bits):
@@ -47,7 +47,7 @@ def test_fields_are_equal_stretches_of_what_was_packed(bits: int):
 
 
 @pytest.mark.parametrize(("bits", "mse"), [(1, 0.3634), (2, 0.1175), (3, 0.0345), (4, 0.0095)])
-def test_levels_are_the_means_of_what_is_nearest_to_them(bits: int, mse: float):
+def test_lloyd_max_levels_are_centroids(bits: int, mse: float):
     half = np.array(LLOYD_MAX[bits])
     levels = np.concatenate([-half[::-1], half])
     borders = [-np.inf, *(levels[1:] + levels[:-1]) / 2, np.inf]
@@ -73,7 +73,7 @@ def test_levels_are_the_means_of_what_is_nearest_to_them(bits: int, mse: float):
 
 
 @pytest.mark.parametrize(("bits", "mse"), [(2, 0.1175), (3, 0.0345), (4, 0.0095)])
-def test_the_error_of_turned_numbers_is_that_of_normal_ones(bits: int, mse: float):
+def test_rotated_error_equals_gaussian_error(bits: int, mse: float):
     """Whatever they were: here channels differ. Of many channels: the length of a few says more of them."""
     x = drawn(0, 64, 4096) * jnp.exp(drawn(1, 4096) / 2)[None]
     codec = Rotated(inner=Levels(bits=bits))
@@ -81,7 +81,7 @@ def test_the_error_of_turned_numbers_is_that_of_normal_ones(bits: int, mse: floa
     assert lost.mean() == pytest.approx(mse, rel=0.02)
 
 
-def test_an_unbiased_scale_keeps_the_length_along_each_token():
+def test_unbiased_scale_preserves_length_along_token():
     x = drawn(3, 64, D)
     for codec in (Levels(bits=2, unbiased=True, scale_dtype="float32"), Levels(bits=3, unbiased=True, group=32)):
         got = codec.decode(codec.encode(x))
@@ -91,7 +91,7 @@ def test_an_unbiased_scale_keeps_the_length_along_each_token():
 
 
 @pytest.mark.slow
-def test_block_floats_round_to_their_step_and_saturate():
+def test_block_floats_round_to_step_and_saturate():
     codec = Bfp(mantissa=4, block=4)
     x = jnp.array([[1, 0.5, 0.25, 8], [1, 0.5, 0.25, 0.75], [8, 9, 10, 15], [0, 0, 0, 0]], jnp.float32)
     x = jnp.concatenate([x, -x], 1)
@@ -117,7 +117,7 @@ MANY: list[Codec] = [
 
 
 @pytest.mark.parametrize("codec", MANY, ids=str)
-def test_kernels_would_read_what_decodes(codec: Codec):
+def test_kernel_codes_equal_decoded(codec: Codec):
     code = codec.encode(drawn(5, 16, D) * 3)
     read = codec.kernel_codes(code)
     assert read is not None
@@ -144,6 +144,6 @@ def test_dead_bytes_are_finite(codec: Codec):
         (Bfp(block=24), 64, "block=24"),
     ],
 )
-def test_what_does_not_fit_into_bytes_is_refused(codec: Codec, dim: int, why: str):
+def test_invalid_codecs_are_refused(codec: Codec, dim: int, why: str):
     with pytest.raises(ValueError, match=why):
         codec.check(dim)

@@ -37,7 +37,7 @@ TEXTS = (ZIP, MERGE, MERGE + " | int8")
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_separable_contracts_like_the_decoded_and_errs_by_half_a_step(bits: int):
+def test_separable_contracts_like_decoded_within_half_a_step(bits: int):
     rng, codec = np.random.default_rng(bits), Separable(bits=bits, group=4)
     x = (rng.standard_normal((12, D)) * np.logspace(-3, 2, D)).astype(np.float32)
     x[:, 3] = 0
@@ -73,12 +73,12 @@ def evidence(k, text: str, limit: int, mass=None) -> Evidence:
     )  # fmt: skip
 
 
-def test_salience_is_attention_per_query_that_sees():
+def test_salience_is_mean_attention_of_seeing_queries():
     rank = jax.jit(Salience(last=1.0, sampled=0.0).rank)(evidence(np.zeros((4, D)), ZIP, 64))
     np.testing.assert_allclose(rank[0, 0], [0.52083, 0.36111, 0.29167, 0.25], atol=1e-4)
 
 
-def test_probes_are_the_last_and_a_seeded_sample_of_each_row():
+def test_probes_are_last_and_seeded_random_queries():
     score, ids = Salience(last=0.1, sampled=0.2, seed=3), np.arange(40)
     got = np.asarray(score.drawn(evidence(np.zeros((40, D)), ZIP, 64)).pos[0])
     first = ids[np.argsort(np.asarray(hashed(jnp.arange(36), 3)) >> 1, kind="stable")[:8]]
@@ -93,7 +93,7 @@ RAGGED = [(20, 20, 0.6, (58, 41)), (4, 8, 0.6, (37, 3))]  # 0.6 of 25 is above 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group, block, share, lengths", RAGGED)
-def test_every_token_of_a_ragged_batch_is_kept(group: int, block: int, share: float, lengths: tuple[int, int]):
+def test_zipcache_keeps_every_token_of_ragged_batch(group: int, block: int, share: float, lengths: tuple[int, int]):
     text = f"zipcache(group={group}, block={block}, share={share})"
     ids = np.full((2, max(lengths)), -1, np.int32)
     for row, n in enumerate(lengths):
@@ -115,7 +115,7 @@ def decoded(codec, code):
 
 
 @pytest.mark.slow
-def test_the_salient_prompt_tokens_are_in_four_bits_and_within_half_a_step():
+def test_zipcache_codes_salient_tokens_in_four_bits():
     cache = rig.shared(ZIP).caches[0]
     layer, plan = cache.layers[0], cache.plan[0]
     _, k, v, p = (np.asarray(t) for t in rig.dense_prompt(jnp.asarray(PROMPT))[1][0])
@@ -183,7 +183,7 @@ def melt(k: np.ndarray, limit: int, mass, **settings):
     return np.flatnonzero(kept), survivor, out
 
 
-def test_runs_are_borders_of_low_similarity():
+def test_runs_are_split_at_low_similarity():
     k = turned([0.9, 0.9, 0.2, 0.8]).astype(np.float32)
     for settings in ({}, {"threshold": 0.75}):
         kept, survivor, _ = melt(k, 2, [1, 3, 2, 1, 5], **settings)
@@ -193,7 +193,7 @@ def test_runs_are_borders_of_low_similarity():
     np.testing.assert_array_equal(out, k)
 
 
-def test_weights_from_pivot_to_mean():
+def test_merge_width_interpolates_from_pivot_to_mean():
     same = np.ones((4, D), np.float32)
     kept, _, out = melt(same, 1, [0, 1, 0, 0])
     assert kept.tolist() == [1]
@@ -220,7 +220,7 @@ def blend(
     return tuple((x[pivot] + sum(a * x[i] for a, i in zip(g, members, strict=True))) / (1 + g.sum()) for x in (k, v))  # type: ignore[return-value]
 
 
-def test_a_member_counts_the_more_the_more_its_key_is_alike():
+def test_merge_weight_grows_with_key_similarity():
     def weight(cosine: float) -> float:  # of the one member of a run, from the pivot's key after the merge
         k = 5 * turned([cosine]).astype(np.float32)
         out = melt(k, 1, [1, 0])[2][0]
@@ -237,7 +237,7 @@ BLIND = decode_loop.replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text, steps", [(ALL, 40), ("elasticcache(budget=48, newest=20)", 16)])
-def test_what_melts_is_still_there_if_all_keys_are_the_same(text: str, steps: int):
+def test_merging_equal_keys_is_lossless(text: str, steps: int):
     """An entry then counts as many tokens as went into it: the logits are those of the full model.
 
     Elastic Cache melts a prompt alone.
@@ -249,7 +249,7 @@ def test_what_melts_is_still_there_if_all_keys_are_the_same(text: str, steps: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [ALL, "ems(budget=48, window=8, candidates=90, threshold=-1.1)"])
-def test_no_token_is_lost_without_a_place_that_counts_it(text: str):
+def test_merge_counts_account_for_every_token(text: str):
     for cache in (rig.shared(text).caches[i] for i in (0, *rig.flushed(rig.shared(text).caches))):
         for layer in cache.layers:
             tier, recent = layer.tiers[0], np.asarray(layer.recent.pos >= 0).sum(1)
@@ -279,7 +279,7 @@ def snapshot(layer, row: int, head: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "alone"), [(ALL, 0), (MERGE, 16)])
-def test_a_prompt_melts_into_its_pivots(text, alone):
+def test_prompt_merges_into_pivots(text, alone):
     cache = rig.shared(text).caches[0]
     _, k, v, p = (np.asarray(t) for t in rig.dense_prompt(jnp.asarray(PROMPT))[1][0])
     for row, n in enumerate(LENGTHS):
@@ -305,7 +305,7 @@ def check_melted(got, k, v, mass, alone: int) -> None:
         assert got[3][pivot] == len(run) - 1
 
 
-def test_a_flush_melts_slots_and_newcomers_alike():
+def test_flush_merges_slots_and_newcomers_alike():
     caches, touched = rig.shared(ALL).caches, 0
     flushes = rig.flushed(caches)
     for i in flushes:
@@ -338,7 +338,7 @@ def test_a_flush_melts_slots_and_newcomers_alike():
     assert touched  # a stored slot took a share
 
 
-def test_kvmerger_holds_its_budget_and_its_sinks():
+def test_kvmerger_keeps_budget_and_sinks():
     for i in (0, *rig.flushed(rig.shared(MERGE).caches)):
         cache = rig.shared(MERGE).caches[i]
         assert (np.asarray(cache.kept()) == 48 + (i > 0)).all()
@@ -346,7 +346,7 @@ def test_kvmerger_holds_its_budget_and_its_sinks():
 
 
 @pytest.mark.slow
-def test_integers_that_survive_keep_their_bits():
+def test_surviving_integer_codes_keep_their_bits():
     caches = rig.shared(f"{MERGE} | int8").caches
     before = codes(caches[0])
     for i in rig.flushed(caches):
@@ -360,7 +360,7 @@ def test_integers_that_survive_keep_their_bits():
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_dead_and_the_neighbours_change_nothing(text: str):
+def test_dead_slots_and_other_rows_have_no_influence(text: str):
     clean, bad = rig.shared(text), rig.run(text, poison=poison)
     np.testing.assert_array_equal(np.stack(bad.logits), np.stack(clean.logits))
     nobody = np.full_like(PROMPT[:1], -1), np.full_like(FORCED[:1], -1)
@@ -369,7 +369,7 @@ def test_the_dead_and_the_neighbours_change_nothing(text: str):
 
 
 @pytest.mark.slow
-def test_dead_slots_of_a_shrunken_row_stay_out():
+def test_flush_without_newcomers_leaves_row_unchanged():
     """A flush in which one row has no newcomer at all leaves that row's tier as it was."""
     cache = rig.shared(MERGE).caches[20]
     layer, plan, model = cache.layers[1], cache.plan[1], MODEL.attending(1)

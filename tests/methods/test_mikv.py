@@ -60,7 +60,7 @@ TIERS = {  # score, bits of the lower tier, tokens of the upper one and of both 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TIERS)
-def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
+def test_best_tokens_stay_exact_and_next_ones_use_few_bits(text: str):
     score, bits, sizes = TIERS[text]
     cache = rig.prompted(text)
     assert not text.startswith("arkv") or cache.plan[0].block == 13  # a third of 40
@@ -84,7 +84,7 @@ def test_the_best_stay_as_they_are_and_the_next_at_few_bits(text: str):
 
 
 @pytest.mark.parametrize("mass, share, count", [([5, 3, 1, 0.6, 0.4], 0.9, 3), ([1] * 8, 0.5, 4), ([1, 9, 2], 1, 3)])
-def test_a_layer_asks_for_the_fewest_that_have_a_share(mass: list[float], share: float, count: int):
+def test_fewest_tokens_reaching_share_are_requested(mass: list[float], share: float, count: int):
     ev = evidence(np.eye(len(mass) + 1), stay=1)
     given = jnp.asarray([[[*mass, 50.0]]], jnp.float32)  # the recent window counts for nothing
     ev = replace(ev, columns={"given": given})
@@ -101,6 +101,6 @@ def test_a_layer_asks_for_the_fewest_that_have_a_share(mass: list[float], share:
         ("mikv | int4(group=3)", "does not divide"),
     ],
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_compositions_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, ROWS, reserve=16)

@@ -45,7 +45,7 @@ def restored(codec: Merged, same: bool = False, live: int = N) -> list[np.ndarra
     return [np.asarray(x, float) for x in run(jnp.asarray(np.concatenate(both, 1), jnp.float32))]
 
 
-def test_a_pair_is_the_spherical_mean_of_its_directions_with_both_norms():
+def test_merged_pair_is_slerp_with_both_norms():
     u, w = unit(LOWER), unit(UPPER)
     angle = np.arccos((u * w).sum(1, keepdims=True))
     e = (np.sin(0.4 * angle) * u + np.sin(0.6 * angle) * w) / np.sin(angle)
@@ -54,19 +54,19 @@ def test_a_pair_is_the_spherical_mean_of_its_directions_with_both_norms():
         np.testing.assert_allclose(mine, e * np.linalg.norm(x, axis=1, keepdims=True), rtol=2e-3, atol=2e-3)
 
 
-def test_codes_of_a_direction_change_no_norm():
+def test_direction_codes_preserve_norms():
     for mine, x in zip(restored(Merged(inner=Affine(bits=4, group=8), kept=0)), (LOWER, UPPER), strict=True):
         np.testing.assert_allclose(np.linalg.norm(mine, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
         assert 0.9 < (unit(mine) * unit(x)).sum(1)[:LIVE].mean() < 0.9999
 
 
-def test_layers_that_agree_and_a_layer_that_has_all_the_weight_lose_nothing():
+def test_parallel_layers_and_full_weight_are_lossless():
     for mine, x in zip(restored(Merged(inner=Dense(), kept=0), same=True), (LOWER, 3 * LOWER), strict=True):
         np.testing.assert_allclose(mine, x, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(restored(Merged(inner=Dense(), kept=0, t=0.0))[0], LOWER, rtol=2e-3, atol=2e-3)
 
 
-def test_the_tokens_that_differ_most_stay_as_they_are():
+def test_most_different_tokens_stay_exact():
     """Of those that are there: what a prompt did not bring is never one of them."""
     kept = 5
     far = np.argsort((unit(LOWER) * unit(UPPER)).sum(1)[:LIVE])[:kept]
@@ -78,13 +78,13 @@ def test_the_tokens_that_differ_most_stay_as_they_are():
 
 
 @pytest.mark.slow
-def test_where_every_token_stays_apart_the_cache_is_the_full_one():
+def test_cache_without_merged_tokens_equals_full():
     text = "minicache(kept=96)"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-def test_pairs_begin_in_the_upper_half_and_an_odd_layer_stays_alone():
+def test_layer_pairs_start_in_upper_half():
     codec = Merged()
     for layers, merged in ((2, [0, 1]), (5, [2, 3]), (7, [2, 3, 4, 5]), (30, [*range(14, 30)])):
         model = models.read_config(dict(models.TINY, num_hidden_layers=layers))
@@ -94,7 +94,7 @@ def test_pairs_begin_in_the_upper_half_and_an_odd_layer_stays_alone():
 
 
 @pytest.mark.parametrize("text", ["t=1.5", "kept=256", "first=1", "first=2", "bits=5"])
-def test_what_cannot_be_merged_is_refused(text: str):
+def test_invalid_arguments_are_refused(text: str):
     with pytest.raises(ValueError, match="merged codec|bits"):
         check(parse(f"minicache({text})"), MODEL)
     with pytest.raises(ValueError, match="take Deferred"):

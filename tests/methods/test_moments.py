@@ -46,7 +46,7 @@ def found() -> Moments:
     return Moments(measured(PARAMS, jnp.asarray(ids), jnp.asarray(pos), lambda _: None))
 
 
-def test_moments_are_those_of_all_live_tokens(found: Moments):
+def test_moments_equal_float64_over_live_tokens(found: Moments):
     _, taps, _ = dense_prompt(jnp.asarray(IDS))
     for layer in range(L):
         q, k, v, _ = (np.asarray(x, np.float64) for x in taps[layer])
@@ -65,7 +65,7 @@ def test_moments_are_those_of_all_live_tokens(found: Moments):
     assert q.shape[1:3] == (H, G)
 
 
-def test_keys_before_their_rotation_are_measured_too(found: Moments):
+def test_keys_before_rotation_are_measured(found: Moments):
     """A rotation keeps the length of each pair, and so the mean square of both channels."""
     square = {x: found.of(x, "mean") ** 2 + found.of(x, "deviation") ** 2 for x in ("keys", "plain")}
     pairs = [x[..., : D // 2] + x[..., D // 2 :] for x in square.values()]
@@ -73,7 +73,7 @@ def test_keys_before_their_rotation_are_measured_too(found: Moments):
     assert not np.allclose(square["keys"], square["plain"], rtol=1e-2)
 
 
-def test_a_file_keeps_all_but_correlations_in_float32(found: Moments, tmp_path):
+def test_file_keeps_float32_except_correlations(found: Moments, tmp_path):
     trained_weights.write(tmp_path, found.arrays, {"method": "moments", "model": []}, wide)
     again = Moments.read(str(tmp_path))
     for name, x in found.arrays.items():
@@ -84,13 +84,13 @@ def test_a_file_keeps_all_but_correlations_in_float32(found: Moments, tmp_path):
     assert set(again.arrays) == set(found.arrays) and len(found.arrays) == 7 * len(SIDES) + 1
 
 
-def test_symmetric_matrices_are_packed():
+def test_symmetric_packing_round_trips():
     x = np.random.default_rng(0).standard_normal((2, 5, 5))
     x = x + np.moveaxis(x, 1, 2)
     np.testing.assert_array_equal(unpacked(packed(x), 5), x)
 
 
-def test_principal_channels_lose_the_smallest_part_of_the_variance(found: Moments):
+def test_principal_channels_lose_least_variance(found: Moments):
     codec = Principal(inner=Dense(), share=0.3).given(found)
     assert codec.basis is not None and codec.mean is not None
     basis = np.asarray(codec.basis, np.float64)
@@ -100,19 +100,19 @@ def test_principal_channels_lose_the_smallest_part_of_the_variance(found: Moment
     np.testing.assert_allclose(lost, np.linalg.eigvalsh(covariance)[..., : D - 5].sum(-1), atol=1e-5)
 
 
-def test_a_balancer_gives_queries_and_keys_the_same_extremes(found: Moments):
+def test_balancing_equalizes_query_and_key_extremes(found: Moments):
     factor = np.asarray(Equalised(inner=Dense()).given(found).factor)
     k = np.maximum(abs(found.of("keys", "least")), abs(found.of("keys", "most")))
     np.testing.assert_allclose(k * factor, found.arrays["queries_most"] / factor, rtol=1e-5)
 
 
-def test_channels_are_sorted_by_their_size(found: Moments):
+def test_channels_are_sorted_by_size(found: Moments):
     order = np.asarray(Sorted(inner=Dense()).given(found).order)
     size = found.of("keys", "mean") ** 2 + found.of("keys", "deviation") ** 2
     assert (np.diff(np.take_along_axis(size, order, -1), axis=-1) >= 0).all()
 
 
-def test_a_mean_is_that_of_its_side(found: Moments):
+def test_centering_uses_mean_of_its_side(found: Moments):
     for side in SIDES:
         np.testing.assert_array_equal(Centered(inner=Dense(), side=side).given(found).mean, found.of(side, "mean"))
 
@@ -129,7 +129,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_folder_serves_the_model_that_it_was_measured_of(text: str):
+def test_moments_of_another_model_are_refused(text: str):
     config = parse(text.format(m=MOMENTS))
     check(config.bound(PARAMS), MODEL)
     with pytest.raises(ValueError, match="trained for the model"):
@@ -137,13 +137,13 @@ def test_a_folder_serves_the_model_that_it_was_measured_of(text: str):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_without_moments_it_is_said_how_they_are_made(text: str):
+def test_missing_moments_error_names_calibrate_command(text: str):
     config = parse(text.replace(", moments={m!r}", ""))
     with pytest.raises(ValueError, match="jkv calibrate moments"):
         config.bound(PARAMS)
 
 
-def test_what_is_not_moments_is_refused(tmp_path):
+def test_malformed_moments_are_refused(tmp_path):
     with pytest.raises(FormatError, match="no card"):
         parse(f"ksort(moments={str(tmp_path / 'none')!r})")
     arrays, card = trained_weights.read(MOMENTS, "moments")
@@ -159,7 +159,7 @@ def test_what_is_not_moments_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_used(tmp_path, monkeypatch):
+def test_calibrated_moments_are_used(tmp_path, monkeypatch):
     speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
     codes = replace(models.random(speaking.config, form="int8"), tokenizer=speaking.tokenizer)
     monkeypatch.setattr(loading, "load", lambda what, dtype, mesh, weights: {"int8": codes, None: speaking}[weights])
@@ -175,7 +175,7 @@ def test_what_is_measured_is_used(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
+def test_model_with_nan_is_refused():
     params = models.random(dict(models.TINY, hidden_size=64), 0, jnp.float32)
     one = params.layers[1] | {"qkv": params.layers[1]["qkv"].at[0, 0].set(jnp.nan)}
     bad = replace(params, layers=(params.layers[0], one))
@@ -196,12 +196,12 @@ def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
         ("cskv(moments={m!r}) | pooled", "several heads together"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(text: str, why: str):
+def test_invalid_arguments_are_refused(text: str, why: str):
     with pytest.raises(ValueError, match=why):
         check(parse(text.format(m=MOMENTS)).bound(PARAMS), MODEL)
 
 
-def test_an_affine_code_is_clipped():
+def test_affine_clip_narrows_range():
     x = jnp.asarray([[0.0, 10, 4, 5]])
     got = Affine(bits=8, clip=0.8, scale_dtype="float32").decode(
         Affine(bits=8, clip=0.8, scale_dtype="float32").encode(x)
@@ -209,7 +209,7 @@ def test_an_affine_code_is_clipped():
     np.testing.assert_allclose(got, [[0, 8, 4, 5]], atol=0.02)
 
 
-def test_a_codec_without_its_arrays_says_so():
+def test_unbound_codec_is_refused():
     with pytest.raises(ValueError, match="bind the config"):
         Sorted(inner=Dense()).encode(jnp.ones((1, D)))
     assert with_folder(None, Sorted(inner=Dense())).order is None

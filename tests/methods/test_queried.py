@@ -38,7 +38,7 @@ def found() -> dict[str, np.ndarray]:
     return measured(PARAMS, jnp.asarray(ids), jnp.asarray(pos), lambda _: None)
 
 
-def test_statistics_are_those_of_all_live_tokens(found: dict[str, np.ndarray]):
+def test_statistics_equal_float64_over_live_tokens(found: dict[str, np.ndarray]):
     _, taps, _ = dense_prompt(jnp.asarray(IDS))
     rope = MODEL.ropes[0]
     for layer in range(L):
@@ -58,13 +58,13 @@ def test_statistics_are_those_of_all_live_tokens(found: dict[str, np.ndarray]):
             np.testing.assert_allclose(found["filter"][layer, head], np.mean(ways, 0), atol=1e-4)
 
 
-def test_the_filter_is_a_direction():
+def test_qfilters_rank_is_projection_on_filter():
     scene, typical = Scene(f"qfilters(budget=20, window=8, queries={QUERIES!r})"), Typical.read(QUERIES)[0]
     want = np.einsum("hnd,hd->hn", scene.k, np.asarray(typical.filter[0]))
     np.testing.assert_allclose(scene.rank(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_phases_are_those_of_queries_to_come():
+def test_triattention_rank_equals_float64_over_future_queries():
     """Pairs as complex numbers in float64, every offset turned on its own, most of them far behind the context."""
     scene, typical = Scene(f"triattention(budget=20, queries={QUERIES!r})"), Typical.read(QUERIES)[0]
     mean, length = (np.asarray(x[0], np.float64) for x in (typical.mean, typical.length))
@@ -78,7 +78,7 @@ def test_phases_are_those_of_queries_to_come():
     np.testing.assert_allclose(scene.rank(), z.max(1), rtol=1e-3, atol=1e-3)
 
 
-def test_thin_keys_have_the_channels_that_count():
+def test_think_keeps_heaviest_channels():
     codec, typical = with_folder(QUERIES, Thinned(share=0.5)), Typical.read(QUERIES)[0]
     weight = np.asarray(typical.square * typical.keys)
     for layer in range(L):
@@ -94,7 +94,7 @@ def test_thin_keys_have_the_channels_that_count():
     np.testing.assert_allclose(own.logits(own.query(q), code), x[:3] @ np.where(mask, x, 0).T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_chooses_its_channels():
+def test_think_fits_channels_to_prompt():
     """By its own keys and its last queries, dead ones left out, in float64."""
     rng = np.random.default_rng(5)
     x, q = rng.standard_normal((1, H, 30, D)), rng.standard_normal((1, H, 2, 12, D)) * rng.uniform(0.2, 3, D)
@@ -108,7 +108,7 @@ def test_a_prompt_chooses_its_channels():
 
 
 @pytest.mark.slow
-def test_what_chooses_is_the_prompt_that_was_read():
+def test_think_channels_are_fitted_at_prefill():
     tier = rig.prompted("think(share=0.5, recent=16, window=8)").layers[0].tiers[0]
     assert tier.taught[0].index.shape == (2, H, D // 2)
     assert (np.asarray(tier.taught[0].index) != np.arange(D // 2)).any()  # which nobody's queries would choose
@@ -117,7 +117,7 @@ def test_what_chooses_is_the_prompt_that_was_read():
 
 
 @pytest.mark.parametrize("name", ["qfilters", "triattention", "think"])
-def test_what_was_found_for_one_model_is_of_no_other(name: str):
+def test_queries_of_another_model_are_refused(name: str):
     size = "" if name == "think" else "budget=24"
     config = parse(f"{name}({size + ', ' * bool(size)}queries={QUERIES!r})")
     check(config.bound(PARAMS), MODEL)
@@ -127,7 +127,7 @@ def test_what_was_found_for_one_model_is_of_no_other(name: str):
         parse(f"{name}({size or 'window=0'})").bound(OTHER)
 
 
-def test_what_is_measured_is_used(tmp_path, monkeypatch):
+def test_calibrated_queries_are_used(tmp_path, monkeypatch):
     speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
     monkeypatch.setattr(loading, "load", lambda *_: speaking)
     folder = tmp_path / "found"
@@ -137,7 +137,7 @@ def test_what_is_measured_is_used(tmp_path, monkeypatch):
     assert {x.shape for x in jax.tree.leaves(config)} == {(2, 2, 6)}
 
 
-def test_what_is_no_such_folder_is_refused(tmp_path):
+def test_malformed_folders_and_arguments_are_refused(tmp_path):
     broken = tmp_path / "broken"
     arrays, card = trained_weights.read(QUERIES, "queries")
     trained_weights.write(broken, {k: v for k, v in arrays.items() if k != "mean"}, card, lambda _: True)

@@ -60,12 +60,12 @@ def stepped():
     return use, x, {kind: np.asarray(jax.jit(run, static_argnums=())(net(kind))) for kind in ("conv", "linear")}
 
 
-def test_the_network_has_the_parameters_of_the_paper():
+def test_network_has_paper_parameter_count():
     assert sum(a.size for a in jax.tree.leaves(net())) == 160 + 4640 + 33
 
 
 @pytest.mark.parametrize("step", [0, 199])
-def test_a_forecast_that_slides_is_the_whole_network_on_what_is_in_use(stepped, step):
+def test_sliding_forecast_equals_full_network(stepped, step):
     use, x, got = stepped
     history = x[step + 1 : step + 1 + ROWS].astype(np.float64)
     np.testing.assert_allclose(got["conv"][step][use], predicted(history[:, use]), atol=1e-5)
@@ -133,7 +133,7 @@ def taken():
 
 
 @pytest.mark.slow
-def test_a_step_reads_the_sinks_the_pages_that_were_forecast_and_the_recent_tokens():
+def test_step_reads_sinks_forecast_pages_and_recent():
     run, (steps, _) = rig.shared(CASE.tight), taken()
     for i, (read, _, _, logits) in enumerate(steps):
         np.testing.assert_allclose(run.logits[i + 1], logits, atol=1e-4, rtol=0)
@@ -143,7 +143,7 @@ def test_a_step_reads_the_sinks_the_pages_that_were_forecast_and_the_recent_toke
     assert any(len({tuple(r[0, h]) for h in range(H)}) > 1 for r in steps[5][0])  # heads read their own
 
 
-def test_a_prompt_leaves_the_largest_probability_of_each_page():
+def test_prompt_history_is_max_probability_per_page():
     for layer in range(L):
         history, _, live = watched(0, layer)
         p = np.asarray(rig.dense_prompt(jnp.asarray(rig.PROMPT))[1][layer][3])  # B,H,G,T,T
@@ -153,7 +153,7 @@ def test_a_prompt_leaves_the_largest_probability_of_each_page():
             np.testing.assert_allclose(history[row][:, live[row]], want[:, live[row]], atol=1e-5)
 
 
-def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
+def test_step_records_read_pages_and_flush_completes_history():
     run, (steps, replay) = rig.shared(CASE.tight), taken()
     due = rig.flushed(run.caches)[0] - 1  # the step that begins with a flush
     for layer in range(L):
@@ -176,13 +176,13 @@ def test_a_step_adds_what_it_read_and_a_flush_makes_all_rows_whole():
             np.testing.assert_allclose(after[0][row][:, live][..., -due:], want[:, live], atol=1e-5)
 
 
-def test_the_beginning_of_a_prompt_keeps_its_queries():
+def test_uncompressed_config_keeps_query_ring():
     config = jkv.parse(CASE.tight)
     first, whole = (resolve(c, MODEL, 100, 0)[0] for c in (config.uncompressed(100), config))
     assert not first.tiers and first.queries == whole.queries == 16
 
 
-def test_too_few_pages_to_choose_from_are_all_as_good():
+def test_too_few_pages_are_ranked_equally():
     select = attention_predictor.Forecast(unit=4, pages=2, sinks=4, rows=8, net=net())
     empty = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
@@ -195,7 +195,7 @@ def test_too_few_pages_to_choose_from_are_all_as_good():
     assert picked([-1] * 6) == [-1, -1]
 
 
-def test_pages_are_neighbours_in_time_whatever_their_slots():
+def test_forecast_is_independent_of_slot_order():
     select = attention_predictor.Forecast(unit=4, pages=2, sinks=0, rows=8, net=net())
     blank = select.summarize(entered(jnp.zeros((1, 1, 6, 4, 2))))
     rows = jnp.asarray(RNG.random((1, 1, 6, 8)), jnp.float32)
@@ -224,7 +224,7 @@ def card(folder, **changes):
         ),
     ],
 )
-def test_a_folder_without_a_predictor_is_refused(tmp_path, harm, says):
+def test_folder_without_predictor_is_refused(tmp_path, harm, says):
     tiny.predictor(str(tmp_path))
     harm(tmp_path)
     with pytest.raises(FormatError, match=says):
@@ -240,18 +240,18 @@ def test_a_folder_without_a_predictor_is_refused(tmp_path, harm, says):
         ("attentionpredictor(predictor='/nowhere')", "it has no card.json"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(text, says):
+def test_invalid_arguments_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         jkv.parse(text)
 
 
-def test_a_model_without_a_predictor_says_how_to_train_one():
+def test_missing_predictor_error_names_training_command():
     with pytest.raises(ValueError, match="`jkv train attentionpredictor --model"):
         jkv.prefill(PARAMS, "attentionpredictor", [[1, 2, 3]])
     with pytest.raises(ValueError, match="has no predictor yet"):
         CacheShape(jkv.parse("attentionpredictor(dense_layers=0)"), MODEL, 1, 200, 0, jnp.float32).layout()
 
 
-def test_what_was_attended_to_cannot_be_taken_back():
+def test_rollback_of_attention_history_is_refused():
     with pytest.raises(ValueError, match="remembers what each step read.*keep the older one"):
         rig.shared(CASE.tight).caches[3].rollback(1)

@@ -62,7 +62,7 @@ def begun(config: CacheConfig, params=PARAMS):
 
 
 @pytest.mark.slow
-def test_a_linear_remainder_is_a_state_like_any_other():
+def test_linear_attention_residual_is_exact_for_zero_keys():
     """Keys that are all 0: then phi(q) . phi(k) = 1 = exp(q . k), and the logits are those of the full model."""
     blind = replace(PARAMS, layers=tuple({**x, "qkv": x["qkv"].at[:, G].set(0)} for x in PARAMS.layers))
     cache, logits = begun(CONFIG, blind)
@@ -77,7 +77,7 @@ def test_a_linear_remainder_is_a_state_like_any_other():
     assert all((layer.residual.z[:, :, 0] > 50).all() for layer in cache.layers)
 
 
-def test_a_state_is_counted_copied_and_saved(tmp_path):
+def test_residual_state_is_counted_forked_and_saved(tmp_path):
     plain = replace(CONFIG, merge=None)
     cache, _ = begun(CONFIG)
     assert cache.nbytes - begun(plain)[0].nbytes == len(cache.layers) * 2 * H * (D + 1) * (D + 1) * 4
@@ -97,6 +97,6 @@ def test_a_state_is_counted_copied_and_saved(tmp_path):
         (dict(score=parse(f"dms(keep=1.0, gate={rig.SWITCH!r})").score), "before their slots are needed"),
     ],
 )
-def test_no_state_where_tokens_leave_without_a_word(change, message):
+def test_residual_with_unobserved_eviction_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         check(replace(CONFIG, **change), MODEL)

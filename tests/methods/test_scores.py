@@ -27,21 +27,21 @@ from support.scenes import attending, evidence
 from support.tiny import MODEL, PARAMS
 
 
-def test_accumulated_attention_is_the_column_sum():
+def test_accumulated_attention_is_column_sum():
     rows = [[1, 0, 0, 0], [0.6, 0.4, 0, 0], [0.1, 0.7, 0.2, 0], [0.1, 0.2, 0.3, 0.4]]
     score = Accumulated()
     ev = evidence(np.eye(4), q=attending(rows), score=score)
     np.testing.assert_allclose(score.observe(ev)["mass"][0, 0], [1.8, 1.3, 0.5, 0.4], atol=1e-6)
 
 
-def test_accumulated_attention_sums_over_the_group_and_window_mass_averages():
+def test_accumulated_sums_and_window_mass_averages_over_group():
     both = np.concatenate([attending([[0.3, 0.7]]), attending([[0.1, 0.9]])])
     ev = evidence(np.eye(2), q=both, score=Accumulated())
     np.testing.assert_allclose(Accumulated().observe(ev)["mass"][0, 0], [0.4, 1.6], atol=1e-6)
     np.testing.assert_allclose(rank_by(window_attention, queries=1).rank(ev)[0, 0], [0.2, 0.8], atol=1e-6)
 
 
-def test_the_last_query_decides():
+def test_last_query_determines_rank():
     ev = evidence(np.eye(4), q=attending([[0.1, 0.2, 0.3, 0.4]]))
     np.testing.assert_allclose(
         AcrossHeads(score=rank_by(window_attention, queries=1)).rank(ev)[0, 0], [0.1, 0.2, 0.3, 0.4], atol=1e-6
@@ -58,13 +58,13 @@ def test_pooling_spreads_over_neighbours(kind: str, share: float):
     np.testing.assert_allclose(got[[0, 1, 2, 8, 9]], 0, atol=1e-6)
 
 
-def test_pooling_divides_by_its_width_at_the_border_and_leaves_out_what_stays():
+def test_pooling_divides_by_width_at_border_and_skips_recent():
     ev = evidence(np.eye(6), q=attending(np.full((1, 6), 1 / 6)), stay=1)
     got = np.asarray(Pool(score=rank_by(window_attention, queries=1), width=3).rank(ev))[0, 0]
     np.testing.assert_allclose(got, np.array([2, 3, 3, 3, 2, 3]) / 18, atol=1e-6)
 
 
-def test_keys_like_the_mean_direction_go_first():
+def test_keys_like_mean_direction_rank_lowest():
     score = KeyOutlier()
     keys = np.array([[1, 0], [1, 0.1], [0, 1]])
     got = -score.rank(evidence(keys, score=score))[0, 0]
@@ -73,7 +73,7 @@ def test_keys_like_the_mean_direction_go_first():
     np.testing.assert_allclose(-score.rank(scaled)[0, 0], got, atol=1e-6)
 
 
-def test_a_doubled_key_goes_first():
+def test_longest_key_ranks_lowest():
     k = np.random.default_rng(0).standard_normal((8, 4))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     k[3] *= 2
@@ -115,7 +115,7 @@ def ahead(q: np.ndarray, future: int) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("future", [1, 512])
-def test_without_spread_the_expected_attention_is_that_of_the_mean_query(future: int):
+def test_expected_attention_without_spread_uses_mean_query(future: int):
     mean = RNG.standard_normal((2, 1, 4))
     q = ahead(mean, future).astype(np.float32)
     p = np.asarray(jax.nn.softmax(jnp.asarray(q[:, 0] @ KEYS.T.astype(np.float32)), -1)).mean(0)
@@ -124,7 +124,7 @@ def test_without_spread_the_expected_attention_is_that_of_the_mean_query(future:
 
 
 @pytest.mark.slow
-def test_expected_attention_is_the_mean_over_gaussian_queries():
+def test_expected_attention_is_mean_over_gaussian_queries():
     queries = 0.5 * RNG.standard_normal((1, 6, 4))
     mu, cov = queries[0].mean(0), np.cov(queries[0].T, bias=True)
     draws = RNG.multivariate_normal(mu, cov, 200_000)
@@ -133,12 +133,12 @@ def test_expected_attention_is_the_mean_over_gaussian_queries():
     np.testing.assert_allclose(got, mass / mass.sum(), rtol=0.03)  # 200,000 draws: about 1 per cent each
 
 
-def test_the_pyramid_of_the_paper():
+def test_pyramid_matches_paper():
     got = pyramid(120, 32, 20)
     assert got[0] == 234 and sum(got) == 32 * 120 and list(got) == sorted(got, reverse=True)
 
 
-def test_page_bounds_are_those_of_the_example():
+def test_page_bounds_match_example():
     select = PageBound(unit=2, pages=1)
     pages = jnp.asarray([[(1, 0), (0, 1)], [(-2, 3), (1, -1)]], jnp.float32)
     summary = select.summarize(entered(pages[None, None]))
@@ -147,7 +147,7 @@ def test_page_bounds_are_those_of_the_example():
         assert select.pick(looked(q, summary, [[pos]]))[0].tolist() == [[[want]]]
 
 
-def test_page_bounds_bound():
+def test_page_bounds_are_upper_bounds():
     rng = np.random.default_rng(2)
     k, q = rng.standard_normal((6, 4, 8)).astype(np.float32), rng.standard_normal((3, 8)).astype(np.float32)
     low, high = summary = PageBound(unit=4).summarize(entered(k[None, None]))
@@ -186,7 +186,7 @@ class Record(Score):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept, block", [(0, 8), (5, 8), (11, 8), (30, 8)])
-def test_every_query_is_new_once_and_the_newest_are_kept_in_order(kept: int, block: int):
+def test_every_query_is_new_once_and_newest_stay_in_order(kept: int, block: int):
     """A prompt, steps, a text that is added in the middle of a block, shorter or longer than the ring, and steps."""
     config = CacheConfig(score=Record(kept=kept), block=block, recent=4)
     cache = CacheShape(config, MODEL, 2, 140, 40, jnp.float32).empty()

@@ -56,7 +56,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("text", SELECTIONS)
-def test_the_prompt_is_cut_to_what_the_paper_says(text: str):
+def test_prompt_selection_equals_paper(text: str):
     score, recent, sinks = SELECTIONS[text]
     cache = rig.prompted(text)
     for layer in range(L):
@@ -72,11 +72,11 @@ def test_pyramid_layers_keep_their_shares():
     np.testing.assert_array_equal(kept[:, 0, 0], [8 + 78, 8 + 2])  # 40 a layer: 2 at the top, 80 - 2 at the bottom
 
 
-def test_one_set_of_tokens_serves_all_heads_of_tova():
+def test_tova_heads_share_tokens():
     assert all(layer.tiers[0].pos.shape[1] == 1 for layer in rig.prompted("tova(budget=48)").layers)
 
 
-def test_accumulated_mass_is_the_sum_of_all_rows_of_probability():
+def test_h2o_mass_is_sum_of_all_probability_rows():
     caches = rig.shared("h2o(budget=48)").caches
     replay = rig.Replay(caches[0].plan)
     mass = np.zeros((L, 2, H, LONGEST))
@@ -101,7 +101,7 @@ def check_mass(cache, mass: np.ndarray) -> None:
         np.testing.assert_allclose(np.asarray(tier.columns["mass"])[pos >= 0], want[pos >= 0], atol=1e-4)
 
 
-def test_mass_is_also_of_what_no_step_reads():
+def test_h2o_mass_includes_unread_pages():
     """In the first layer, whose queries and keys depend on the tokens alone."""
     caches = rig.shared("h2o(budget=48) | quest(pages=1, page=8, dense_layers=0)").caches
     taps = rig.dense_prompt(jnp.asarray(np.concatenate([PROMPT, FORCED], 1)))[1][0]
@@ -132,7 +132,7 @@ def fed(text: str, count: int):
     return cache
 
 
-def test_two_sinks_and_the_three_newest():
+def test_streaming_keeps_two_sinks_and_three_newest():
     cache = fed("streaming(budget=5, sinks=2, recent=0, block=1)", 9)
     coded, exact = rig.held(cache, 0)
     assert np.flatnonzero(coded[0, 0]).tolist() == [0, 1, 5, 6, 7]  # after tokens 0..7
@@ -165,7 +165,7 @@ def by_rank(token, ks, vs, rank, see):
 
 
 @pytest.mark.slow
-def test_relative_places_are_ranks_of_the_kept():
+def test_relative_positions_are_ranks_of_kept_tokens():
     run = rig.shared("streaming(budget=48)")
     ks, vs = np.zeros((L, 2, H, LONGEST, D), np.float32), np.zeros((L, 2, H, LONGEST, D), np.float32)
     for i in range(L):
@@ -194,7 +194,7 @@ MOVING["separable"] = replace(parse("lacache(budget=48)"), codec=(Separable(bits
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", MOVING.values(), ids=list(MOVING))
-def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
+def test_pre_rope_key_codes_attend_like_decoded(config):
     cache, _ = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
     for token in FORCED[:, :34].T:
         cache, _ = decode_loop.step(PARAMS, cache, jnp.asarray(token))
@@ -215,7 +215,7 @@ def test_codes_of_keys_that_move_are_read_as_what_they_decode_to(config):
 # ------------------------------------------------------------------------------------------------- quest and kivi
 
 
-def test_the_summary_bounds_the_keys_of_its_page():
+def test_quest_summary_bounds_keys_of_page():
     cache = rig.shared("quest(pages=3, page=8, dense_layers=1)").caches[-1]
     tier = cache.layers[1].tiers[0]
     low, high = (np.asarray(x) for x in tier.summary)
@@ -227,12 +227,12 @@ def test_the_summary_bounds_the_keys_of_its_page():
     assert cache.layers[0].tiers[0].summary is None, "a dense layer has no summary"
 
 
-def test_reading_few_pages_is_an_approximation():
+def test_reading_few_pages_changes_logits():
     few, full = (np.stack(rig.shared(t).logits) for t in ("quest(pages=3, page=8, dense_layers=1)", "full"))
     assert np.abs(few - full).max() > 1e-3
 
 
-def test_the_same_prefix_has_the_same_codes():
+def test_equal_prefixes_have_equal_codes():
     whole = rig.prompted(rig.KIVI_TEXT)
     short = np.full_like(PROMPT, -1)
     short[0, -61:] = PROMPT[0, :61]
@@ -254,7 +254,7 @@ def test_the_same_prefix_has_the_same_codes():
 # ------------------------------------------------------------------------------------------------- lrqk and icecache
 
 
-def test_a_prompt_teaches_the_maps_by_which_its_tokens_are_known():
+def test_lrqk_maps_are_fitted_to_prompt():
     """In the first layer: of all keys that leave the window, and of the last 64 queries."""
     tier = rig.prompted(rig.CASES["lrqk"][0].tight).layers[0].tiers[0]
     grams = []
@@ -274,7 +274,7 @@ def test_a_prompt_teaches_the_maps_by_which_its_tokens_are_known():
 
 
 @pytest.mark.slow
-def test_pages_of_what_is_alike_hold_the_whole_prompt_once():
+def test_icecache_pages_hold_each_prompt_token_once():
     cache = rig.prompted(rig.CASES["icecache"][0].tight)
     pos = np.asarray(cache.layers[0].tiers[0].pos)
     assert pos.shape[1] == H and (pos[:, 0] != pos[:, 1]).any() and (np.diff(pos[0, 0][pos[0, 0] >= 0]) < 0).any()

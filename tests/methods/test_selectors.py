@@ -59,7 +59,7 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def test_a_bound_is_of_the_page_and_a_linear_score_is_none():
+def test_page_bound_and_cluster_scores_match_example():
     q = np.array([1.0, -1])[None, None, None]
     np.testing.assert_allclose(scored(PageBound(unit=2), q, PAGES).ravel() * 2**0.5, [1, 2], rtol=1e-6)
     np.testing.assert_allclose(scored(Clusters(unit=2), q, PAGES).ravel() * 2**0.5, [0, -1.6], atol=1e-6)
@@ -69,7 +69,7 @@ def test_a_bound_is_of_the_page_and_a_linear_score_is_none():
     )
 
 
-def test_a_bound_of_few_channels_is_of_those_of_the_largest_queries():
+def test_page_bound_of_few_channels_uses_largest_queries():
     got = scored(PageBound(unit=U, channels=3), QUERIES, KEYS)
     low, high = KEYS.min(3)[:, :, None], KEYS.max(3)[:, :, None]
     each = np.maximum(QUERIES[:, :, :, None] * low, QUERIES[:, :, :, None] * high)
@@ -81,7 +81,7 @@ def test_a_bound_of_few_channels_is_of_those_of_the_largest_queries():
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("join", ["max", "sum"])
-def test_heads_agree_as_they_are_told(soft, join, layer):
+def test_vote_joins_heads_by_setting(soft, join, layer):
     score, live = RNG.normal(0, 2, (B, H, G, N)), np.arange(N) < N - 1
     got = np.asarray(Vote(soft=soft, join=join, layer=layer)(jnp.asarray(score), jnp.broadcast_to(live, (B, H, N))))
     want = softmax(score[..., :-1]) if soft else score[..., :-1]
@@ -92,7 +92,7 @@ def test_heads_agree_as_they_are_told(soft, join, layer):
     assert (got[..., -1] == -np.inf).all()
 
 
-def test_two_heads_vote_for_the_token_that_both_can_agree_on():
+def test_exact_selector_votes_over_heads():
     p = np.array([[0.9, 0.1], [0.2, 0.8]])
     q, keys = np.log(p)[None, :, None], np.broadcast_to(np.eye(2)[:, None], (1, 2, 2, 1, 2))
     units, _ = picked(Exact(pages=1, sinks=0), q, keys)
@@ -101,7 +101,7 @@ def test_two_heads_vote_for_the_token_that_both_can_agree_on():
     np.testing.assert_array_equal(alone, [[[0], [1]]])
 
 
-def test_what_was_picked_serves_queries_that_are_like_it():
+def test_similar_queries_reuse_picks():
     keys = KEYS.reshape(B, H, -1, 1, D)
     other = np.stack([QUERIES[0] * 3, -QUERIES[1]])  # of one row the same direction, of the other none
 
@@ -123,19 +123,19 @@ def test_what_was_picked_serves_queries_that_are_like_it():
     assert (new[0] != a[0]).any() and (new[1] != a[1]).any()
 
 
-def test_a_row_that_paused_at_its_first_look_asks_at_its_next():
+def test_row_paused_at_first_pick_picks_at_next_step():
     keys, select = KEYS.reshape(B, H, -1, 1, D), Similar(select=Exact(pages=3, sinks=0), threshold=-1.1)
     blank = jax.tree.map(jnp.zeros_like, select.remember(looked(QUERIES, None, POS.repeat(U, 2), keys)))
     _, memo = picked(select, QUERIES, keys, blank, alive=[True, False])
     np.testing.assert_array_equal(picked(select, QUERIES, keys, memo)[0], picked(select.select, QUERIES, keys)[0])
 
 
-def test_the_first_tokens_are_read_whatever_their_score():
+def test_sink_units_are_always_read():
     units, _ = picked(PageBound(unit=U, pages=3, sinks=U + 1), QUERIES, KEYS)
     assert (np.sort(units, -1)[..., :2] == [0, 1]).all() and (np.asarray(units) < N).all()
 
 
-def test_a_unit_of_the_first_tokens_is_read_whatever_has_left_it():
+def test_sink_unit_is_read_after_evictions():
     """Of tokens that a cache kept: 0, 9, 17, 33 and so on; by place, not by how many there are."""
     oldest, newest = (np.broadcast_to([[x]], (B, H, 3)) for x in ([0, 40, 80], [33, 70, 99]))
     select = PageBound(unit=U, pages=1, sinks=1)
@@ -155,7 +155,7 @@ LIKE_ATTENTION = [
 
 
 @pytest.mark.parametrize("select", LIKE_ATTENTION, ids=lambda x: type(x).__name__)
-def test_units_of_one_key_have_the_logits_of_attention(select):
+def test_units_of_equal_keys_score_attention_logits(select):
     """So a softmax over them is as warm as attention's."""
     keys = np.broadcast_to(KEYS[:, :, :, :1], KEYS.shape)
     got = scored(select, QUERIES, keys, mass=jnp.ones(KEYS.shape[:4]))
@@ -169,7 +169,7 @@ PAGED = [name for name, (case, *_) in CASES.items() if case.page and name != "at
 
 
 @pytest.mark.parametrize("name", PAGED)
-def test_an_index_of_keys_is_of_the_caches_type(name):
+def test_key_index_has_cache_dtype(name):
     """What is known of a unit and as wide as a key; the least and the largest of keys of that type are exact in it."""
     select = CASES[name][0].config.bound(PARAMS).select.for_layer(MODEL, MODEL.layers - 1)
     names = "mass", "sentence", "ends"
@@ -178,13 +178,13 @@ def test_an_index_of_keys_is_of_the_caches_type(name):
         assert {x.dtype for x in jax.tree.leaves(shapes) if x.shape[3:] == (MODEL.head_dim,)} <= {dtype}
 
 
-def test_a_page_has_the_weight_of_its_mean_key():
+def test_landmark_page_weight_is_softmax_of_mean_key():
     units = np.asarray(picked(Landmark(unit=U, pages=2), QUERIES, KEYS)[0])
     weight = softmax(np.einsum("bhgd,bhnd->bhgn", QUERIES, KEYS.mean(3)) * D**-0.5).max(2)
     np.testing.assert_array_equal(units, np.argsort(-weight, -1)[..., :2])
 
 
-def test_a_block_is_what_its_most_attended_keys_say():
+def test_representative_score_is_of_most_attended_keys():
     mass = RNG.random((B, H, N, U))
     got = scored(Representative(unit=U, tokens=2), QUERIES, KEYS, mass=jnp.asarray(mass))
     best = np.argsort(-mass, -1)[..., :2, None]
@@ -197,7 +197,7 @@ def proxies(agreement, skew, **how):
     return Proxies(known=known, **how).for_layer(MODEL.__class__(**{**vars(MODEL), "head_dim": skew.shape[2]}), 0)
 
 
-def test_one_pair_of_channels_finds_what_all_find():
+def test_channel_proxies_find_best_and_are_exact_at_full_width():
     keys = np.array([(1, 5, 0, 0), (0, 9, 0, 9)], float)[None, None, :, None]
     q = np.array([2.0, 0, 0, 0])[None, None, None]
     one = proxies(np.array([[[0.9, 0.1]]]), np.zeros((1, 1, 4, 1)), pages=1, width=1)
@@ -210,7 +210,7 @@ def test_one_pair_of_channels_finds_what_all_find():
     np.testing.assert_allclose(scored(whole, QUERIES, tokens), want, rtol=1e-4, atol=1e-5)
 
 
-def test_proxies_are_those_of_the_alternation_over_all_queries_and_keys():
+def test_lrqk_factors_equal_alternating_least_squares():
     rng = np.random.default_rng(5)
     q, k = rng.normal(0, 1, (40, D)) * np.arange(1, D + 1), rng.normal(0, 1, (30, D)) @ rng.normal(0, 1, (D, D))
     for rank in (3, D):
@@ -227,7 +227,7 @@ def test_proxies_are_those_of_the_alternation_over_all_queries_and_keys():
         assert error <= 1.3 * np.linalg.norm(best) + 1e-3 * np.linalg.norm(q @ k.T)
 
 
-def test_the_first_units_of_a_row_teach_its_proxies():
+def test_lrqk_factors_are_fitted_to_first_units():
     tokens = jnp.asarray(KEYS.reshape(B, H, -1, 1, D), jnp.float32)
     pos = jnp.broadcast_to(jnp.arange(N * U)[:, None], tokens.shape[:4])
     asked = Queries(
@@ -259,7 +259,7 @@ def test_the_first_units_of_a_row_teach_its_proxies():
     np.testing.assert_allclose(score, want, atol=0.02 * abs(want).max())  # as bfloat16 holds proxies
 
 
-def test_tokens_that_are_alike_are_a_page():
+def test_similar_tokens_share_page():
     kinds = RNG.integers(0, 2, (B, H, N * U))
     keys = RNG.normal(0, 1, (B, H, 2, D)) * 5
     keys = np.take_along_axis(keys, kinds[..., None], 2) + 0.01 * RNG.normal(0, 1, (B, H, N * U, D))
@@ -275,7 +275,7 @@ def test_tokens_that_are_alike_are_a_page():
             assert (pages.min(1) != pages.max(1)).sum() <= 1
 
 
-def test_halves_are_cut_again_each_by_its_own_direction():
+def test_halves_are_split_again_by_their_direction():
     corners = np.array([(4, 1), (4, -1), (-4, 1), (-4, -1)])
     keys = np.tile(corners, (1, 1, 8, 1)) + 0.01 * RNG.normal(0, 1, (1, 1, 32, 2))
     order = jax.jit(Alike(unit=4).arrange)(jnp.asarray(keys), jnp.arange(32)[None, None])
@@ -283,7 +283,7 @@ def test_halves_are_cut_again_each_by_its_own_direction():
     np.testing.assert_array_equal(kinds, kinds[:, :1].repeat(4, 1))
 
 
-def test_halves_are_on_either_side_of_the_principal_direction():
+def test_split_direction_approximates_principal_component():
     x = RNG.normal(0, 1, (1, H, 64, D)) * np.array([2.0, *np.ones(D - 1)])
     got = np.asarray(jax.jit(across)(jnp.asarray(x), jnp.ones((1, H, 64), bool)))
     for h in range(H):
@@ -292,14 +292,14 @@ def test_halves_are_on_either_side_of_the_principal_direction():
         assert abs(np.corrcoef(got[0, h], want)[0, 1]) > 0.98
 
 
-def test_as_many_tokens_as_are_near_the_best():
+def test_gap_limits_picks_to_near_best_tokens():
     keys = np.array([5, 4.9, 1, -3])[None, None, :, None, None]
     for gap, want in ((4.0, [0, 1, -1, -1]), (0.0, [0, 1, 2, 3]), (100.0, [0, 1, 2, 3])):
         select = proxies(np.ones((1, 1, 1)), np.ones((1, 1, 1, 1)), pages=4, kind="skew", width=1, gap=gap)
         np.testing.assert_array_equal(picked(select, np.ones((1, 1, 1, 1)), keys)[0], [[want]])
 
 
-def test_calibrated_pairs_are_counted_one_by_one():
+def test_channel_calibration_equals_plain_reference():
     q, k = RNG.normal(0, 1, (H, G, 64, D)).astype(np.float32), RNG.normal(0, 1, (H, 64, D)).astype(np.float32)
     got, best = np.asarray(channels.agreement(jnp.asarray(q), jnp.asarray(k), D // 2)), 64 // 2 // channels.BEST
     at = np.linspace(32, 63, channels.STEPS).astype(int)
@@ -324,7 +324,7 @@ def test_calibrated_pairs_are_counted_one_by_one():
 
 
 @pytest.mark.parametrize(("kind", "says"), [("pairs", "3 pairs .* 2 are known"), ("skew", "3 directions .* 1 are")])
-def test_no_more_is_taken_than_is_known(kind, says):
+def test_width_beyond_calibration_is_refused(kind, says):
     with pytest.raises(ValueError, match=says):
         proxies(np.ones((1, 1, 2)), np.ones((1, 1, 4, 1)), kind=kind, width=3)
 
@@ -348,7 +348,7 @@ def test_no_more_is_taken_than_is_known(kind, says):
         ("knorm(budget=64) | rest | icecache", "not go with a merge"),
     ],
 )
-def test_what_cannot_be_is_refused(text, says):
+def test_invalid_compositions_are_refused(text, says):
     from jkv.methods.config import resolve
 
     with pytest.raises(ValueError, match=says):
@@ -357,12 +357,12 @@ def test_what_cannot_be_is_refused(text, says):
         resolve(config, MODEL, 100, 10)
 
 
-def test_units_of_tokens_that_are_alike_are_for_layers_that_see_all():
+def test_icecache_is_refused_with_sliding_window():
     with pytest.raises(ValueError, match="a window of the newest tokens, from which whole units would leave"):
         check(parse("icecache"), replace(MODEL, windows=(64, None)))
 
 
-def test_a_page_is_as_likely_as_its_mean_key():
+def test_page_mean_score_is_logit_of_mean_key():
     """Of the sum of the queries that share it; a page that ends with the tier has as many zeros as it lacks."""
     select = PageMean(unit=U, pages=3, sinks=U)
     want = np.einsum("bhgd,bhnd->bhn", QUERIES, KEYS.mean(3)) * D**-0.5

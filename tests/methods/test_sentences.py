@@ -38,13 +38,13 @@ def ended(text: str) -> CacheConfig:
 
 
 @pytest.mark.parametrize("longest, want", [(9, [0, 0, 0, 3, 3, 3, 6, 6]), (2, [0, 0, 2, 3, 3, 5, 6, 6])])
-def test_a_token_knows_the_first_one_of_its_sentence(longest: int, want: list[int]):
+def test_tokens_know_start_of_their_sentence(longest: int, want: list[int]):
     score = Sentences(score=Newest(), longest=longest, ends=jnp.asarray([False, False, True, False, False, True] * 2))
     found = score.observe(evidence(np.eye(8), score=score))
     assert found[START][0, 0].tolist() == want and found[ENDS][0, 0].tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
-def test_a_sentence_ends_with_a_token_of_marks_alone_or_with_a_blank_line():
+def test_sentences_end_at_punctuation_tokens_or_blank_lines():
     texts = [".", "Ġ?", "...", '."', "ĊĊ", "!)", "Ċ", "a", ".com", "Ġ", "3", ","]
     core = tokenizers.Tokenizer(BPE({x: i for i, x in enumerate(texts)}, []))
     core.decoder = ByteLevel()
@@ -94,7 +94,7 @@ class Reader:
 
 
 @pytest.mark.slow
-def test_steps_read_the_sentences_that_the_queries_since_the_last_end_ask_for():
+def test_steps_read_sentences_picked_by_queries_since_last_end():
     config = ended(f"sentencekv(budget=60, tokens={PAGES + 8}, window=8, sinks={SINKS}, longest=1000, least=1)")
     cache, _ = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)
     replay, reader, flushes = rig.Replay(cache.plan), Reader(), 0
@@ -123,7 +123,7 @@ def test_steps_read_the_sentences_that_the_queries_since_the_last_end_ask_for():
     assert flushes == 2
 
 
-def test_a_mean_is_of_the_keys_that_are_kept_of_a_sentence():
+def test_sentence_mean_is_over_kept_keys():
     config = ended("sentencekv(budget=60, window=8, longest=1000, least=1)")
     tier = decode_loop.prefill(PARAMS, rig.made(config), jnp.asarray(PROMPT), fresh=True)[0].layers[1].tiers[0]
     keys, pos = np.asarray(decode(config.codec[0], tier.k), np.float64), np.asarray(tier.pos)
@@ -159,7 +159,7 @@ def taught(select: SentenceMeans, new: Entered) -> tuple[Spoken, jax.Array]:
     return memo, select.summarize(replace(new, memo=memo))
 
 
-def test_sentences_that_begin_among_the_same_few_share_a_mean_and_a_flush_begins_one():
+def test_short_sentences_share_mean_and_flush_starts_new_one():
     select = SentenceMeans(pages=3, sinks=0, least=4)
     memo = select.remember(look(None, 0, 16, None))
     assert memo.keys.shape == (1, 1, 4, 2)
@@ -171,7 +171,7 @@ def test_sentences_that_begin_among_the_same_few_share_a_mean_and_a_flush_begins
     assert memo.tokens[0, 0].tolist() == [5, 3, 4, 0]
 
 
-def test_of_equal_sentences_the_oldest_tokens_are_read_and_rows_that_have_ended_ask_nothing():
+def test_ties_pick_oldest_tokens_and_ended_rows_are_ignored():
     select = SentenceMeans(pages=3, sinks=0, least=1)
     memo = select.remember(look(None, 0, 8, None))
     memo, summary = taught(select, entered(memo, [0, 0, 0, 3, 3, 5, 6, 6]))
@@ -185,7 +185,7 @@ def test_of_equal_sentences_the_oldest_tokens_are_read_and_rows_that_have_ended_
     assert each == [[2, 2], [1, 1], [0, 0]]
 
 
-def test_what_it_cannot_be_is_refused():
+def test_invalid_configs_are_refused():
     with pytest.raises(ValueError, match="more than sinks=32 and window=32"):
         parse("sentencekv(budget=256, tokens=64)")
     with pytest.raises(ValueError, match="the score Sentences remembers"):

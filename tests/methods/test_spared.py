@@ -30,7 +30,7 @@ def prompted(what: str | CacheConfig) -> Cache:
 
 
 @pytest.mark.slow
-def test_spared_layers_keep_floats_and_the_others_their_codes():
+def test_exact_layers_keep_floats_and_others_codes():
     coded, spared = prompted("int4"), prompted("int4(exact_layers=[1])")
     assert [plan.tiers[0].k.exact for plan in spared.plan] == [i == 1 for i in range(L)]
     jax.tree.map(np.testing.assert_array_equal, spared.layers[0].tiers, coded.layers[0].tiers)
@@ -39,7 +39,7 @@ def test_spared_layers_keep_floats_and_the_others_their_codes():
     assert 0 < np.abs(both[0] - both[1])[live].max() < 0.5
 
 
-def test_where_all_layers_are_spared_nothing_is_lost():
+def test_all_exact_layers_equal_full():
     every = tuple(range(L))
     caches = prompted("full"), prompted(f"int4(exact_layers={every})")
     logits = [decode_loop.step(PARAMS, cache, np.array([3, 5]))[1] for cache in caches]
@@ -47,17 +47,17 @@ def test_where_all_layers_are_spared_nothing_is_lost():
 
 
 @pytest.mark.parametrize("layers", ["(0, 9)", "[-1]", "2", "'all'"])
-def test_what_is_no_layer_is_refused(layers: str):
+def test_invalid_exact_layers_are_refused(layers: str):
     with pytest.raises(ValueError, match="numbers of layers that stay exact, of 0 to"):
         check(parse(f"int4(exact_layers={layers})"), MODEL)
 
 
-def test_layers_that_are_coded_together_are_not_spared_one_by_one():
+def test_exact_layers_within_coded_group_are_refused():
     with pytest.raises(ValueError, match="coded together"):
         check(parse("xkv(layers=2, exact_layers=[0])"), MODEL)
 
 
-def test_sinks_are_the_first_keys_and_values_and_a_budget_ranks_the_others():
+def test_sinks_stay_exact_and_budget_ranks_other_tokens():
     cache = prompted(TWO)
     _, taps, _ = dense_prompt(np.asarray([PROMPTS[0]]))
     for layer, plan, (_, k, v, _) in zip(cache.layers, cache.plan, taps, strict=True):
@@ -70,14 +70,14 @@ def test_sinks_are_the_first_keys_and_values_and_a_budget_ranks_the_others():
 
 
 @pytest.mark.parametrize("text", ["kivi(group=16)", "polarquant(group=16)"])
-def test_a_sink_is_no_part_of_a_unit(text: str):
+def test_sinks_are_not_part_of_units(text: str):
     n = 8 * 16
     (one, *_), (none, *_) = (resolve(parse(f"{text[:-1]}, recent=0, sinks={x})"), MODEL, x + n, 0) for x in (1, 0))
     assert [plan.tiers[0].capacity for plan in (one, none)] == [n, n]
     assert one.stay - none.stay == 1 and one.unit == none.unit == 16
 
 
-def test_predicted_sinks_are_the_smallest_values_of_each_layer():
+def test_predicted_sinks_have_smallest_values_per_layer():
     n, recent, m = 61, 8, 5
     ids = np.random.default_rng(0).permutation(97)[None, :n]
     cache = jkv.prefill(PARAMS, f"int4(recent={recent}) | kvsink(tokens={m})", ids.tolist(), reserve=30)[0]
@@ -94,7 +94,7 @@ CODED = [x for x in rig.compositions() if any(not codec.exact for codec in x.all
 
 
 @pytest.mark.parametrize("config", CODED, ids=range(len(CODED)))
-def test_sinks_move_from_slots_to_the_window_in_every_code(config: CacheConfig):
+def test_sinks_move_from_slots_to_window_for_every_codec(config: CacheConfig):
     """One more exact token and one slot fewer, in the units that there are without; two sinks, two."""
     model, longest = replace(MODEL, context=20_000), 1000
     check(config, model)
@@ -111,17 +111,17 @@ def test_sinks_move_from_slots_to_the_window_in_every_code(config: CacheConfig):
 
 
 @pytest.mark.parametrize("text", ["streaming(budget=40) | int4", "full", "snapkv(budget=40)"])
-def test_there_are_no_sinks_where_nothing_is_lost_or_keys_move(text: str):
+def test_caches_with_exact_or_moving_keys_have_no_sinks(text: str):
     assert parse(text).num_sinks == 0
 
 
-def test_sinks_where_keys_move_are_refused():
+def test_sinks_with_moving_keys_are_refused():
     with pytest.raises(ValueError, match="positions within the cache move keys"):
         check(parse("streaming(budget=40) | int4(sinks=2)"), MODEL)
 
 
 @pytest.mark.slow
-def test_a_prompt_that_attends_to_its_codes_sees_its_sinks_exact():
+def test_coded_prefill_sees_exact_sinks():
     """Nothing but sinks is the full cache, and what is behind them makes a difference."""
     config = CacheConfig(codec=(Affine(bits=2), Affine(bits=2)), prefill=Coded(), recent=0)
     full, all_of, some = (

@@ -25,7 +25,7 @@ ROWS = [row[row >= 0].tolist() for row in PROMPT]
 
 
 @pytest.mark.slow
-def test_a_draft_looks_back():
+def test_speckv_score_is_attention_of_drafted_tokens():
     (case,) = CASES["speckv"]
     cache = rig.prompted(case.tight)
     (part,) = Drafted(tokens=8, layers=1).texts(PARAMS, ROWS, greedy)
@@ -64,7 +64,7 @@ def shortened(rows: list[list[int]], text: str = CASES["specpc"][0].tight) -> li
     return config.prefill.shorten(PARAMS, rows, runner)
 
 
-def test_a_prompt_is_read_as_what_a_draft_looks_at():
+def test_specpc_keeps_tokens_attended_by_draft():
     rows = shortened(ROWS)
     (part,) = Drafted(tokens=1).texts(PARAMS.first(1), ROWS, greedy)
     assert rows == [[ROWS[i][j] for j in read_as(i, part.ids, BUDGET, 8, 6)] for i in range(2)]
@@ -74,7 +74,7 @@ def test_a_prompt_is_read_as_what_a_draft_looks_at():
 
 
 @pytest.mark.parametrize("states", [(), ((0, 1, "k"), (0, 0, "v"))])
-def test_a_prompt_is_read_as_what_is_like_its_end(states):
+def test_reform_keeps_tokens_similar_to_prompt_end(states):
     window, pool, ends = 8, 5, 6
     rows = shortened(ROWS, f"reform(tokens={BUDGET}, window={window}, pool={pool}, ends={ends}, states={states})")
     k, v = (np.asarray(x, np.float64) for x in rig.dense_prompt(jnp.asarray(PROMPT))[1][0][1:3])
@@ -91,14 +91,14 @@ def test_a_prompt_is_read_as_what_is_like_its_end(states):
     assert shortened([ids[:BUDGET] for ids in ROWS], CASES["reform"][0].tight) == [ids[:BUDGET] for ids in ROWS]
 
 
-def test_one_that_is_alike_brings_what_is_about_it():
+def test_similar_token_keeps_its_neighbours():
     score = np.zeros(400)
     score[200] = 1
     assert smoothed(score, 131, 1, 129) == [0, *range(136, 265), 399]
 
 
 @pytest.mark.slow
-def test_what_is_not_chosen_was_never_there():
+def test_dropped_tokens_have_no_influence():
     text = CASES["specpc"][0].tight
     got = jkv.generate(PARAMS, text, ROWS, max_new_tokens=1, stop_ids=())
     short = shortened(ROWS)
@@ -111,7 +111,7 @@ def test_what_is_not_chosen_was_never_there():
 
 
 @pytest.mark.parametrize("name", ["kvzip", "fastkv", "cake", "speckv"])
-def test_what_is_chosen_is_read_as_the_other_method_reads_prompts(name: str):
+def test_specpc_composes_with_other_prefills(name: str):
     text, short = CASES[name][0].tight, shortened(ROWS)
     (want, told), *both = (
         jkv.prefill(PARAMS, x, rows)
@@ -125,7 +125,7 @@ def test_what_is_chosen_is_read_as_the_other_method_reads_prompts(name: str):
 
 
 @pytest.mark.parametrize("layers", [None, 1, 3])
-def test_a_draft_that_chooses_says_itself_what_it_drafts(layers: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_specpc_drafts_with_requested_layers(layers: int | None, monkeypatch: pytest.MonkeyPatch):
     """And not a half of it, as `speckv` has of the model."""
     said, real = [], Drafted.texts
 
@@ -154,6 +154,6 @@ def test_a_draft_that_chooses_says_itself_what_it_drafts(layers: int | None, mon
         ("reform(tokens=80, ends=8, states=(3, 4))", "a layer, a kv head and 'k' or 'v' each"),
     ],
 )
-def test_what_cannot_be(text: str, message: str):
+def test_invalid_arguments_are_refused(text: str, message: str):
     with pytest.raises(ValueError, match=message):
         jkv.prefill(PARAMS, text, ROWS, reserve=16)

@@ -68,7 +68,7 @@ def basis(groups: int, dim: int, width: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("g", [1, 2, 4])
-def test_what_passes_the_ends_of_one_code_of_several_heads_is_each_heads_contraction(g: int):
+def test_shared_code_of_heads_equals_contractions_per_head(g: int):
     groups, dim = HEADS // g, g * DIM
     codec = LowRank(
         inner=Affine(bits=8), share=0.5, heads=g, basis=basis(groups, dim, 8 * g), size=sizes(1, groups, 8 * g)
@@ -105,7 +105,7 @@ def test_what_passes_the_ends_of_one_code_of_several_heads_is_each_heads_contrac
         np.testing.assert_allclose(sums, np.einsum("bhqn,bhnd->bhqd", w, plain), **close)
 
 
-def test_a_low_rank_is_what_a_whitened_matrix_makes_of_its_inputs():
+def test_palu_equals_whitened_svd():
     """Palu: U S^1/2 S^1/2 V' L^-1 x for k = W x, U S V' the singular values of W L, L L' the second moment of x."""
     x, w = RNG.standard_normal((400, 40)) * 0.8 ** np.arange(40), RNG.standard_normal((64, 40))
     keys = np.moveaxis((x @ w.T).reshape(400, HEADS, DIM), 1, 0)[None]
@@ -121,7 +121,7 @@ def test_a_low_rank_is_what_a_whitened_matrix_makes_of_its_inputs():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 0])
-def test_no_map_to_so_few_numbers_and_back_loses_less(heads: int):
+def test_low_rank_loss_is_minimal(heads: int):
     """CSKV's loss, by alternating least squares from a random start, ends where the codec begins."""
     x = mixed(200)
     codec = LowRank(inner=Dense(), share=0.25, heads=heads).given(moments(x)).for_layer(KV4, 0)
@@ -141,14 +141,14 @@ def test_no_map_to_so_few_numbers_and_back_loses_less(heads: int):
         assert loss <= least * (1 + 1e-3)
 
 
-def test_all_channels_are_exact():
+def test_low_rank_of_all_channels_is_exact():
     x = jnp.asarray(mixed(50), jnp.float32)
     codec = LowRank(inner=Dense(), share=1.0).given(moments(np.asarray(mixed(500)))).for_layer(KV4, 0)
     np.testing.assert_allclose(codec_map.decode(codec, codec_map.encode(codec, x)), x, atol=1e-4 * float(abs(x).max()))
 
 
 @pytest.mark.parametrize("g", [1, 2, 4])
-def test_heads_that_span_no_more_than_one_become_one(g: int):
+def test_heads_spanning_one_head_merge_without_loss(g: int):
     """Nothing is lost then; else a logit by no more than |q| times what its key loses."""
     alike = np.concatenate([mixed(500, 1) @ RNG.standard_normal((DIM, DIM)) for _ in range(HEADS)], 1)
     few = np.einsum("nd,hde->hne", RNG.standard_normal((500, DIM)), RNG.standard_normal((HEADS, DIM, DIM)))[None]
@@ -165,7 +165,7 @@ def test_heads_that_span_no_more_than_one_become_one(g: int):
 
 
 @pytest.mark.slow
-def test_latents_of_all_channels_are_the_full_cache():
+def test_palu_with_all_channels_equals_full():
     text = f"palu(keys=1, values=1, moments={MOMENTS!r})"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
@@ -182,7 +182,7 @@ def taught(codec: OfPrompt, x: np.ndarray, live: np.ndarray | None = None) -> Of
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
+def test_prompt_basis_loses_dropped_singular_values(heads: int):
     x = mixed(60)
     for width in (3, 8, 15):
         codec = taught(OfPrompt(inner=Dense(), width=width, heads=heads), x)
@@ -194,7 +194,7 @@ def test_a_channel_that_is_dropped_adds_its_singular_value(heads: int):
         np.testing.assert_allclose(np.square(got - x).sum(), want, rtol=2e-3)
 
 
-def test_a_basis_is_in_the_dtype_of_what_taught_it():
+def test_prompt_basis_has_dtype_of_prompt():
     """A bfloat16 cache has bases of half of the bytes, and loses no more than its numbers' own rounding."""
     x = jnp.asarray(mixed(60), jnp.bfloat16)
     live = jnp.ones((1, 1, x.shape[2]), bool)
@@ -209,7 +209,7 @@ def test_a_basis_is_in_the_dtype_of_what_taught_it():
         assert lost[0] <= lost[1] + 2**-14 * float(jnp.square(x.astype(jnp.float32)).sum())
 
 
-def test_the_dead_teach_nothing():
+def test_dead_tokens_do_not_affect_fit():
     rng = np.random.default_rng(7)
     apart = [np.linalg.qr(np.c_[np.ones(80), rng.standard_normal((80, DIM))])[0][:, 1:] for _ in range(HEADS)]
     x = np.concatenate([rng.standard_normal((HEADS, 10, DIM)), np.stack(apart) * 1.3 ** np.arange(DIM)], 1)[None]
@@ -222,7 +222,7 @@ def test_the_dead_teach_nothing():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(nobody))
 
 
-def test_a_step_of_a_stretch_is_that_of_its_channel_and_its_bits():
+def test_step_size_follows_channel_range_and_bits():
     x = RNG.uniform(-3, 5, (200, 16))
     bits = (8, 4, 2, 0)
     codec = Stretches(bits=bits).fit(jnp.asarray(x, jnp.float32), jnp.ones(200, bool), jnp.zeros((1, 16)))
@@ -240,7 +240,7 @@ SHADOW = rig.CASES["shadowkv"][0].tight  # 2 pages of 8 tokens apart
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "at"), [("svdq(values=4)", 0), (SHADOW, 1)])
-def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught(text: str, at: int):
+def test_later_tokens_change_neither_prompt_codes_nor_fit(text: str, at: int):
     before = rig.prompted(text)
     later = decode_loop.prefill(PARAMS, before, jnp.asarray(rig.FORCED[:, :40]), later=True)[0]
     run = rig.shared(text)
@@ -258,7 +258,7 @@ def test_what_follows_a_prompt_changes_neither_its_codes_nor_what_it_taught(text
 
 
 @pytest.mark.slow
-def test_what_has_no_room_behind_a_prompt_is_refused():
+def test_tokens_beyond_reserve_are_refused():
     """It has slots of its own, and would push out its older tokens."""
     rows = [[t % 90 for t in range(3, 63)], [t % 90 for t in range(5, 78)]]
     cache, _ = jkv.prefill(PARAMS, "svdq(values=4)", rows, reserve=20)
@@ -268,7 +268,7 @@ def test_what_has_no_room_behind_a_prompt_is_refused():
         jkv.extend(PARAMS, cache, [[1] * 17] * 2)
 
 
-def test_pages_for_which_their_mean_stands_least_stay_exact_and_the_others_are_coded():
+def test_shadowkv_keeps_outlier_pages_exact_and_codes_others():
     cache, taps = rig.prompted(SHADOW), rig.dense_prompt(jnp.asarray(rig.PROMPT))[1]
     sinks, exact_tokens = cache.plan[0].sinks, cache.plan[0].exact
     for layer, (_, k, _, _) in zip(cache.layers, taps, strict=True):
@@ -288,12 +288,12 @@ def test_pages_for_which_their_mean_stands_least_stay_exact_and_the_others_are_c
             assert (later.pos[row] < 0).all() and apart.summary is None and coded.summary.shape[3:] == (D,)
 
 
-def test_a_prompt_of_no_more_pages_than_stay_exact_loses_nothing():
+def test_shadowkv_with_only_outlier_pages_equals_full():
     for got, want in zip(rig.shared("shadowkv(rank=8)").logits, rig.shared("full").logits, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-def test_each_row_has_the_basis_of_its_own_prompt():
+def test_rows_have_basis_of_their_prompt():
     tier = rig.prompted(SHADOW).layers[0].tiers[1]
     k = tier.taught[0]
     assert isinstance(k, OfPrompt) and k.basis is not None and k.basis.shape == (2, 1, H * D, 8)
@@ -302,14 +302,14 @@ def test_each_row_has_the_basis_of_its_own_prompt():
     assert abs(np.asarray(k.basis[0]) - np.asarray(k.basis[1])).max() > 0.1 and tier.taught[1] is None
 
 
-def test_a_rank_of_all_channels_and_all_pages_are_the_full_cache():
+def test_shadowkv_at_full_rank_equals_full():
     for got, want in zip(
         rig.shared(f"shadowkv(rank={H * D}, outliers=2)").logits, rig.shared("full").logits, strict=True
     ):
         np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
 
 
-def test_a_prompt_shorter_than_the_window_teaches_nothing_and_all_stays_exact():
+def test_prompt_shorter_than_window_stays_exact():
     """What follows must not meet a basis that nobody taught."""
     got, want = (
         rig.run(text, np.where(np.arange(rig.PROMPT.shape[1]) < 80, -1, rig.PROMPT), rig.FORCED[:, :40])
@@ -331,12 +331,12 @@ def test_a_prompt_shorter_than_the_window_teaches_nothing_and_all_stays_exact():
         ("shadowkv(rank=-1)", 0, "0 or more"),
     ],
 )
-def test_what_does_not_go_with_a_prompts_own_basis_is_refused(text: str, chunk: int, why: str):
+def test_unsupported_combinations_with_prompt_basis_are_refused(text: str, chunk: int, why: str):
     with pytest.raises(ValueError, match=why):
         check(parse(text).bound(PARAMS), MODEL, chunk)
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_palu_heads_that_do_not_divide_are_refused():
     model = models.read_config(dict(models.TINY, num_attention_heads=6, num_key_value_heads=6, head_dim=16))
     with pytest.raises(ValueError, match=r"heads=4 at a time do not divide 6 kv heads; take one of \[1, 2, 3, 6\]"):
         check(parse("palu"), model)
@@ -346,7 +346,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 @pytest.mark.slow
-def test_rows_keep_what_their_prompts_taught_when_they_are_picked():
+def test_pick_carries_basis_of_each_row():
     text = SHADOW
     cache = rig.prompted(text)
     turned = cache.pick(jnp.array([1, 0]))
@@ -380,7 +380,7 @@ def exact(width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_a_group_of_layers_loses_what_its_smallest_singular_values_hold():
+def test_layer_group_loses_smallest_singular_values():
     for width in (8, 24):
         got, plain = exact(width)
         lost = np.linalg.svd(plain, compute_uv=False)[width:]
@@ -388,14 +388,14 @@ def test_a_group_of_layers_loses_what_its_smallest_singular_values_hold():
 
 
 @pytest.mark.slow
-def test_layers_with_all_directions_are_the_full_cache():
+def test_xkv_with_all_directions_equals_full():
     text = f"xkv(keys=1, values=1, layers={L})"
     for got, want in zip(rig.shared(text).logits, rig.shared("full").logits, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow
-def test_one_layer_holds_the_codes_that_all_of_its_group_read():
+def test_xkv_group_reads_codes_of_first_layer():
     cache = prompted("xkv(layers=2)")
     first, second = (layer.tiers[0] for layer in cache.layers)
     assert not jax.tree.leaves((second.k, second.v)) and jax.tree.leaves(first.k)
@@ -408,7 +408,7 @@ def test_one_layer_holds_the_codes_that_all_of_its_group_read():
 
 
 @pytest.mark.parametrize(("text", "chunk"), [("xkv", 32), ("xkv | tova(budget=40)", 0), ("xkv | quest", 0)])
-def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int):
+def test_unsupported_combinations_with_xkv_are_refused(text: str, chunk: int):
     with pytest.raises(ValueError, match="one piece|not go with"):
         check(parse(text), MODEL, chunk)
     alone = decode_loop.replace(parse("xkv"), prefill=parse("full").prefill)
@@ -417,7 +417,7 @@ def test_what_does_not_go_with_layers_together_is_refused(text: str, chunk: int)
 
 
 @pytest.mark.slow
-def test_a_selector_over_codes_of_some_heads_reads_what_it_picks():
+def test_quest_over_all_pages_of_svdq_equals_svdq():
     """Two heads at a time of four: all pages picked is no selector."""
     params = models.random(dict(models.TINY, num_attention_heads=8, num_key_value_heads=4))
     prompt = [[(7 * i) % 97 for i in range(65)]]  # a sink, four pages and the window
@@ -430,7 +430,7 @@ def test_a_selector_over_codes_of_some_heads_reads_what_it_picks():
     np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
 
 
-def test_heads_that_do_not_divide_are_refused_by_name():
+def test_svdq_heads_that_do_not_divide_are_refused():
     params = models.random(dict(models.TINY, hidden_size=40, num_attention_heads=5, num_key_value_heads=5))
     for heads in (2, 4):
         with pytest.raises(

@@ -30,7 +30,7 @@ def test_keys_of_one_method_meet_values_of_another():
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: str):
+def test_values_codec_changes_only_coded_tiers(name: str):
     text = f"{name}(budget=64)" if METHODS[name].sized else name
     plain, mixed = parse(text), parse(f"{text} | values(codec='int8')")
     codes = any(not codec.exact for codec in plain.all_codecs)  # else values alone are coded, in every tier
@@ -42,7 +42,7 @@ def test_values_change_in_the_tiers_that_are_coded_and_nothing_else_does(name: s
 
 
 @pytest.mark.parametrize("name", sorted(n for n in CODES if {*METHODS[n].filled} <= ONLY))
-def test_its_own_values_change_nothing(name: str):
+def test_same_values_codec_changes_nothing(name: str):
     assert pairs(parse(f"{name} | values(codec={name!r})")) == pairs(parse(name))
 
 
@@ -50,6 +50,6 @@ def test_its_own_values_change_nothing(name: str):
     ("codec", "why"),
     [("'zipcache'", "fills score"), ("'snapkv(budget=8)'", "score and budget"), ("3", "a text"), ("'int9'", "int8")],
 )
-def test_what_is_no_way_to_code_is_refused(codec: str, why: str):
+def test_invalid_values_codecs_are_refused(codec: str, why: str):
     with pytest.raises(ValueError, match=why):
         parse(f"int8 | values(codec={codec})")

@@ -23,7 +23,7 @@ def check(text, dim):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_defaults_fit_heads_of_every_width_or_say_why_not(name):
+def test_defaults_fit_every_head_dim_or_are_refused(name):
     text = f"{name}(budget=256)" if methods.METHODS[name].sized else name
     for dim in WIDTHS:
         try:
@@ -42,7 +42,7 @@ def test_defaults_fit_heads_of_every_width_or_say_why_not(name):
 
 
 @pytest.mark.parametrize("dim", WIDTHS)
-def test_a_default_group_is_the_widest_that_divides_and_a_given_one_is_taken_as_it_is(dim):
+def test_default_group_is_widest_divisor_and_explicit_one_is_kept(dim):
     assert shared(Widest(32), dim) == max(g for g in range(1, 33) if dim % g == 0)
     step = jax.eval_shape(Affine(bits=4, group=Widest(32)).encode, jax.ShapeDtypeStruct((3, dim), jnp.float32)).slots[1]
     assert step.shape == (3, dim // shared(Widest(32), dim))
@@ -54,5 +54,5 @@ def test_a_default_group_is_the_widest_that_divides_and_a_given_one_is_taken_as_
             check(text, dim)
 
 
-def test_a_default_is_written_as_its_number():
+def test_default_group_prints_as_number():
     assert methods.METHODS["int4"].arguments["group"] == 32 and f"{Widest(32)!r} {Widest(32)}" == "32 32"

@@ -93,7 +93,7 @@ SWITCHES = ("uniform",)
 every = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 
 
-def test_all_kinds_are_here():
+def test_tables_cover_all_scores():
     assert set(unique(below(Several))) == set(COMPOSITES)
     assert {"Protect", "Pool", "AcrossHeads", "Sticky", "Remembered", "Contest"} <= set(MADE)
     assert {"Assisted", "Delayed", "Gated", "Probed", "Ladder", "Keepers", "Salience", "Follower"} <= set(leaves())
@@ -104,14 +104,14 @@ def declared() -> set[str]:
     return {name for name in {**vars(Score), **Score.__annotations__} if not name.startswith("_")}
 
 
-def test_bases_forward_all_that_a_score_has():
+def test_wrapper_bases_forward_every_score_attribute():
     assert declared() - set(vars(Wrapper)) == {"rank"}
     assert declared() - set(vars(Several)) == {"rank", "statistic"}
     for kind in COMPOSITES:
         assert {"rank", "statistic"} <= set(vars(kind))
 
 
-def test_no_name_of_a_score_has_another_meaning():
+def test_overrides_keep_signatures_of_score():
     for kind in unique(below(Score)):
         for name in declared() & set(vars(kind)):
             own, base = vars(kind)[name], vars(Score).get(name)
@@ -191,7 +191,7 @@ def inner(columns: Any) -> jax.Array:
 
 
 @every
-def test_what_a_score_declares_is_declared(make: Make):
+def test_wrappers_forward_declarations(make: Make):
     own, score, at = Everything(), make(Everything()), stubbed(make)[2]
     assert score.needs | own.needs == score.needs
     assert inner(score.bound(rig.PARAMS).birth(at))[0, 0, 0] == 11
@@ -199,7 +199,7 @@ def test_what_a_score_declares_is_declared(make: Make):
 
 
 @every
-def test_what_a_score_does_is_done(make: Make):
+def test_wrappers_forward_observe_and_expires(make: Make):
     score, ev, at = stubbed(make)
     after = score.observe(ev)
     assert (inner(after) == 102).all() and after.keys() == ev.columns.keys()
@@ -207,7 +207,7 @@ def test_what_a_score_does_is_done(make: Make):
 
 
 @every
-def test_no_rank_is_lost_between_the_protected_and_those_that_leave(make: Make):
+def test_wrappers_preserve_infinite_ranks(make: Make):
     score, ev, _ = stubbed(make)
     rank = np.asarray(score.rank(replace(ev, columns=score.observe(ev))))[0, 0]
     assert not np.isnan(rank).any()
@@ -220,7 +220,7 @@ def test_no_rank_is_lost_between_the_protected_and_those_that_leave(make: Make):
 # -------------------------------------------------------------------------------------- every wrapper, every score
 
 
-def test_flags_of_every_pair():
+def test_wrappers_keep_flags_of_every_score():
     for name, make in MADE.items():
         for leaf, own in leaves().items():
             score = make(own)
@@ -271,7 +271,7 @@ def at_a_flush(plan: LayerConfig, layers: tuple[LayerCache, ...], prompt: bool) 
 
 
 @pytest.mark.parametrize("leaf", leaves(), ids=str)
-def test_whatever_passes_the_check_runs(leaf: str):
+def test_every_accepted_pair_traces(leaf: str):
     """Traced and not run: an assertion or a shape that does not fit ends it."""
     own = leaves()[leaf]
     for name, make in MADE.items():
@@ -287,7 +287,7 @@ def test_whatever_passes_the_check_runs(leaf: str):
 
 
 @every
-def test_a_flush_takes_it(make: Make):
+def test_flush_accepts_every_wrapper(make: Make):
     plan = plans(make(rank_by(window_attention, queries=4)))[0]
 
     def run(prompt: bool) -> LayerCache:
@@ -304,7 +304,7 @@ def test_a_flush_takes_it(make: Make):
 # ------------------------------------------------------------------------------------------------------------ several
 
 
-def test_scores_of_one_kind_have_columns_of_their_own():
+def test_equal_scores_have_separate_columns():
     score = Plus(
         scores=(Accumulated(), Plus(scores=(Accumulated(decay=0.5), Newest()), weights=(1.0, 0.0))), weights=(1, 1)
     )
@@ -317,7 +317,7 @@ def test_scores_of_one_kind_have_columns_of_their_own():
     np.testing.assert_allclose(after["1.0.mass"][0, 0], [0.25 * sum(0.5**i for i in range(n)) for n in (4, 3, 2, 1)])
 
 
-def test_each_phase_has_its_score():
+def test_by_phase_uses_score_of_phase():
     ev = evidence(np.eye(6))
     made = [
         ByPhase(score=Newest(), path=rank_by(oldest, uniform=True, newest=1)),
@@ -332,7 +332,7 @@ def test_each_phase_has_its_score():
         assert [int(score.rank(x)[0, 0].argmin()) for score in made] == ranks
 
 
-def test_a_layer_below_is_seen_under_the_same_name():
+def test_layer_below_is_read_under_same_column_name():
     """One of several scores reads what the same one of the layer below remembers."""
     score = Plus(scores=(Newest(), Assisted(queries=4)), weights=(0.0, 1.0))
     plan = plans(score)
@@ -340,7 +340,7 @@ def test_a_layer_below_is_seen_under_the_same_name():
     assert plan[0].needs.layer is None and plan[1].needs.layer == 0
 
 
-def test_a_score_that_reads_a_probe_needs_one():
+def test_probed_score_without_probe_is_refused():
     """Whatever it is part of: without, all of its ranks would be 0."""
     for make in MADE.values():
         config = CacheConfig(score=make(Probed()), budget=Tokens(tokens=24))
@@ -348,7 +348,7 @@ def test_a_score_that_reads_a_probe_needs_one():
             resolve(config, MODEL, 64, 16)
 
 
-def test_a_probe_fills_the_column_of_whatever_reads_it():
+def test_probe_fills_column_of_nested_score():
     score = MADE["Plus-1"](MADE["ByPhase-1"](MADE["Counted"](Probed())))
     config = CacheConfig(score=score, budget=Tokens(tokens=24), prefill=Deferred(probe=Pseudo()))
     cache, rows = (
@@ -362,7 +362,7 @@ def test_a_probe_fills_the_column_of_whatever_reads_it():
         assert live.sum() == 40 and ((looked > 0) == live).all()
 
 
-def test_one_that_serves_all_heads_makes_a_sum_serve_all_heads():
+def test_uniform_term_makes_sum_uniform():
     """The heads' own ranks are then averaged: slots of one set hold the same tokens for all."""
     ranks = jnp.asarray(np.random.default_rng(4).standard_normal((1, 2, 6)), jnp.float32)
 
@@ -378,7 +378,7 @@ def test_one_that_serves_all_heads_makes_a_sum_serve_all_heads():
     np.testing.assert_allclose(ByPhase(score=Two(), path=Newest()).rank(ev), ranks.mean(1, keepdims=True), atol=1e-6)
 
 
-def test_followers_of_heads_follow_their_own():
+def test_followers_follow_same_head_below():
     """Of a group of layers whose heads choose for themselves, every head keeps what it keeps in the layer below."""
     rng = np.random.default_rng(2)
     score = Groups(score=rank_by(window_attention, queries=2), width=2)

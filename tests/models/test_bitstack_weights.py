@@ -31,7 +31,7 @@ def plain(blocks: bitstack.Blocks, n: int = N) -> np.ndarray:
     return np.where(bits, size, -size)[:, :n].sum(1)
 
 
-def test_the_first_block_is_the_best_of_its_rank():
+def test_first_block_is_best_of_its_rank():
     u, s, v = np.linalg.svd(abs(W).astype(np.float64), full_matrices=False)
     want = np.sign(W) * (u[:, :K] * s[:K] @ v[:K])
     blocks = bitstack.decompose(W, K, 1)
@@ -45,13 +45,13 @@ def test_the_first_block_is_the_best_of_its_rank():
     np.testing.assert_allclose(wide, want.T, atol=2**-9 * abs(want).max())
 
 
-def test_another_block_leaves_no_more():
+def test_error_falls_with_each_block():
     blocks = bitstack.decompose(W, K, 12)
     left = [np.linalg.norm(W - plain(blocks, n)) for n in range(13)]
     assert all(b <= a for a, b in zip(left, left[1:], strict=False)) and left[12] < 0.05 * left[0]
 
 
-def test_magnitudes_of_the_rank_are_exact():
+def test_magnitudes_of_rank_k_are_exact():
     rng = np.random.default_rng(1)
     sizes = rng.uniform(0.5, 1, (OUT, K)) @ rng.uniform(0.5, 1, (K, IN))
     w = (sizes * rng.choice([-1, 1], sizes.shape)).astype(np.float32)
@@ -59,7 +59,7 @@ def test_magnitudes_of_the_rank_are_exact():
     assert error < 2**-9 * abs(w).max()  # of float16
 
 
-def test_inputs_weigh_as_they_are_said_to():
+def test_input_scale_weights_error():
     scale = np.where(np.arange(IN) < 8, 30.0, 1.0)
     even, own = bitstack.decompose(W, K, N), bitstack.decompose(W, K, N, scale)
     off = [np.linalg.norm((plain(x) - W) * scale) for x in (even, own)]
@@ -67,12 +67,12 @@ def test_inputs_weigh_as_they_are_said_to():
     np.testing.assert_array_equal(plain(bitstack.decompose(W, K, N, 1e6 * scale)), plain(own))
 
 
-def test_bytes_of_a_block_are_those_of_its_arrays():
+def test_block_bytes_match_arrays():
     for n in (1, N):
         assert tree_bytes(matrix(bitstack.decompose(W, K, n))) == n * bitstack.block_bytes(W.shape, K)
 
 
-def test_the_product_is_the_product(monkeypatch):
+def test_matmul_equals_float64(monkeypatch):
     monkeypatch.setattr(bitstack, "TILE", 3 * IN)  # of seven tiles the last two overlap
     x = np.random.default_rng(2).standard_normal((3, IN)).astype(np.float32)
     blocks = bitstack.decompose(W, K, N)
@@ -103,7 +103,7 @@ def form(n: int, k: int = K) -> bitstack.Bitstack:
 
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_step_makes_no_float_copy_of_a_matrix(rows, n):
+def test_matmul_makes_no_float_copy(rows, n):
     w = form(n, 16).like(0, "down", (8192, 512), np.dtype("float32"))
     x = jax.ShapeDtypeStruct((rows, 512), jnp.float32)
     made = jax.jit(linear.linear).lower(w, x).compile().memory_analysis().temp_size_in_bytes
@@ -112,7 +112,7 @@ def test_a_step_makes_no_float_copy_of_a_matrix(rows, n):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_loop_of_steps_makes_no_floats_of_its_matrices(n):
+def test_decode_loop_makes_no_float_copy(n):
     wide = dict(models.TINY, hidden_size=256, intermediate_size=1024)
     p = models.abstract(models.read_config(wide), form=form(n))
     cache = CacheShape(methods.parse("full"), p.config, 1, 48, 16, jnp.float32).empty()
@@ -127,7 +127,7 @@ def test_the_loop_of_steps_makes_no_floats_of_its_matrices(n):
 
 
 @pytest.mark.slow
-def test_a_model_of_blocks_is_that_of_their_sums():
+def test_bitstack_model_equals_decoded_model():
     wide = dict(models.TINY, hidden_size=64, num_hidden_layers=1)
     p = models.random(wide, form=form(2))
     assert linear.forms(p) == "bitstack, int8"
@@ -148,7 +148,7 @@ def test_a_model_of_blocks_is_that_of_their_sums():
         (np.full((4, 8), 1e10, np.float32), 2, "beyond float16: use weights='int8'"),
     ],
 )
-def test_what_has_no_blocks_is_refused(w, k, cause):
+def test_invalid_matrices_and_ranks_are_refused(w, k, cause):
     with pytest.raises(ValueError, match=cause):
         bitstack.decompose(w, k, 1)
 

@@ -21,7 +21,7 @@ def tensors():
     return weights(CASES["llama"], 0)
 
 
-def test_products_of_one_input_are_stacked_in_order(tensors):
+def test_qkv_and_gate_up_are_stacked_in_order(tensors):
     p = models.build(CASES["llama"], thunks(tensors), jnp.float32)
     q, k, v = (tensors[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv")
     h, g, d = p.config.heads, p.config.groups, p.config.head_dim
@@ -34,7 +34,7 @@ def test_products_of_one_input_are_stacked_in_order(tensors):
     assert sum(a.size for a in jax.tree.leaves(p)) == total
 
 
-def test_what_a_checkpoint_fuses_is_what_others_keep_apart():
+def test_fused_checkpoint_equals_separate_tensors():
     phi3 = CASES["phi3"] | dict(num_key_value_heads=2)
     llama = {name: x for name, x in phi3.items() if name != "sliding_window"} | dict(model_type="llama")
     apart = weights(llama, 0)
@@ -50,7 +50,7 @@ def test_what_a_checkpoint_fuses_is_what_others_keep_apart():
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_moe_text", "qwen3_next"])
-def test_experts_of_a_block_may_be_one_tensor(case, at="model.layers"):
+def test_experts_stacked_in_one_tensor_are_read(case, at="model.layers"):
     each = weights(CASES[case], 0)
     c = models.read_config(CASES[case])
     whole = {n: x for n, x in each.items() if ".mlp.experts." not in n}
@@ -72,7 +72,7 @@ def test_experts_of_a_block_may_be_one_tensor(case, at="model.layers"):
             models.build(CASES[case], thunks(broken), jnp.float32)
 
 
-def test_a_tower_is_left_unread():
+def test_vision_tower_is_not_read():
     def never():
         raise AssertionError("a tensor of the tower was read")
 
@@ -85,7 +85,7 @@ def test_a_tower_is_left_unread():
         models.build(case, thunks(weights(case, 0)) | {"audio_tower.weight": never}, jnp.float32)
 
 
-def test_each_tensor_is_taken_once_and_copied(tensors):
+def test_every_tensor_is_read_once_and_copied(tensors):
     taken = []
 
     def lazy(name):
@@ -108,7 +108,7 @@ def test_each_tensor_is_taken_once_and_copied(tensors):
     np.testing.assert_array_equal(p.embed, before)
 
 
-def test_dtype_is_the_one_asked_for(tensors):
+def test_requested_dtype_is_used(tensors):
     half = {n: a.astype(ml_dtypes.bfloat16) for n, a in tensors.items()}
     for dtype in (jnp.bfloat16, jnp.float32):
         p = models.build(CASES["llama"], thunks(half), dtype)
@@ -123,7 +123,7 @@ def test_missing_and_unused_tensors_are_named_together(tensors):
         models.build(CASES["llama"], thunks(tensors), jnp.float32)
 
 
-def test_a_long_list_is_cut(tensors):
+def test_long_list_of_missing_tensors_is_truncated(tensors):
     with pytest.raises(ValueError, match="30 tensors missing: model.embed_tokens.weight.* and 25 more; take the "):
         models.build(CASES["llama"], {}, jnp.float32)
     assert len(tensors) == 30
@@ -143,14 +143,14 @@ def test_every_bad_tensor_is_named_in_one_error(tensors):
         assert say in str(e.value)
 
 
-def test_a_transposed_tensor_is_not_taken(tensors):
+def test_transposed_tensor_is_refused(tensors):
     name = "model.layers.0.mlp.down_proj.weight"
     tensors[name] = tensors[name].T
     with pytest.raises(ValueError, match=r"down_proj.weight has shape \(80, 48\), the config needs \(48, 80\)"):
         models.build(CASES["llama"], thunks(tensors), jnp.float32)
 
 
-def test_known_spare_tensors_are_left_alone():
+def test_known_spare_tensors_are_not_read():
     def never():
         raise AssertionError("a spare tensor was read")
 
@@ -161,7 +161,7 @@ def test_known_spare_tensors_are_left_alone():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_head_of_its_own_is_used_and_a_copy_of_the_embedding_is_not(case):
+def test_untied_head_is_used_and_copied_embedding_is_not(case):
     hf, tied = CASES[case], {"tie_word_embeddings": True}
     hf = hf | tied | ({"text_config": hf["text_config"] | tied} if "text_config" in hf else {})
     table, tensors = models.FAMILIES[hf["model_type"]].TENSORS, thunks(weights(hf, 0))
@@ -172,14 +172,14 @@ def test_a_head_of_its_own_is_used_and_a_copy_of_the_embedding_is_not(case):
     assert models.settle_head(hf, tensors) == (hf, tensors)
 
 
-def test_a_model_is_built_with_the_head_that_its_checkpoint_has(tensors):
+def test_head_in_checkpoint_overrides_tied_config(tensors):
     tied = models.build(CASES["llama"] | {"tie_word_embeddings": True}, thunks(tensors), jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, tied, models.build(CASES["llama"], thunks(tensors), jnp.float32))
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
-def test_a_tied_config_beside_an_own_head_is_read_as_transformers_reads_it(case):
+def test_tied_config_with_untied_head_equals_transformers(case):
     pytest.importorskip("torch")
     hf = CASES[case] | {"tie_word_embeddings": True}
     tensors = weights(hf, 0)
@@ -203,7 +203,7 @@ def test_random_is_seeded(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "phi3", "qwen2", "mla"])
-def test_a_model_taken_apart_is_its_checkpoint(case):
+def test_disassembled_model_round_trips(case):
     p = models.random(CASES[case], seed=5)
     tensors = building.disassemble(p, models.FAMILIES[p.config.family].TENSORS)
     known = building.names(p.config, models.FAMILIES[p.config.family].TENSORS)

@@ -171,7 +171,7 @@ CHANGES = [  # case, field, new value, the ModelConfig field that must differ
 
 
 @pytest.mark.parametrize("case, field, new, attr", CHANGES)
-def test_a_field_that_matters_is_read(case, field, new, attr):
+def test_relevant_field_is_read(case, field, new, attr):
     hf = CASES[case] | ({"use_sliding_window": True} if field == "layer_types" and case == "qwen3" else {})
     old, changed = models.read_config(hf), models.read_config(hf | {field: new})
     assert getattr(old, attr) != getattr(changed, attr)
@@ -197,12 +197,12 @@ SHAPES = {"layers": 2, "heads": 1, "groups": 1, "head_dim": 8, "width": 32, "hid
 OTHERS = {"context", "eos", "bos", "gains"}
 
 
-def test_every_field_of_the_config_has_a_reader():
+def test_tables_cover_every_config_field():
     assert {f.name for f in dataclasses.fields(models.ModelConfig)} == {*FUNCTION, *SHAPES, *OTHERS}
 
 
 @pytest.mark.parametrize("attr", FUNCTION)
-def test_a_field_of_the_config_changes_the_function(attr):
+def test_config_field_changes_function(attr):
     case, new = FUNCTION[attr] or ("mistral", None)
     p = models.random(CASES[case])
     changed = {
@@ -216,7 +216,7 @@ def test_a_field_of_the_config_changes_the_function(attr):
 
 
 @pytest.mark.parametrize("attr", SHAPES)
-def test_a_field_of_the_config_changes_the_checkpoint(attr):
+def test_config_field_changes_tensors(attr):
     c = models.read_config(CASES["llama"])
     table = models.FAMILIES["llama"].TENSORS
     assert models.params.names(c, table) != models.params.names(dataclasses.replace(c, **{attr: SHAPES[attr]}), table)
@@ -338,13 +338,13 @@ REFUSALS = [  # case, change, what the message must say
 
 
 @pytest.mark.parametrize("case, change, says", REFUSALS)
-def test_what_would_change_the_function_is_refused_by_name(case, change, says):
+def test_unsupported_fields_are_refused_by_name(case, change, says):
     hf = {k: v for k, v in (CASES[case] | change).items() if v is not ...}
     with pytest.raises(ValueError, match=says):
         models.read_config(hf)
 
 
-def test_a_family_refuses_another_familys_config():
+def test_config_of_another_family_is_refused():
     with pytest.raises(ValueError, match="model_type 'mistral'.*'llama'"):
         models.llama.config(CASES["mistral"])
 
@@ -368,7 +368,7 @@ def places(hf, changed):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_asks_for_nothing_changes_nothing(case):
+def test_neutral_fields_change_nothing(case):
     hf = CASES[case]
     want = models.read_config(hf)
     for turn in (int, float):
@@ -395,7 +395,7 @@ ROPES = {
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("more", [{"finetuned": True}, {"original_max_position_embeddings": 64}, {"attn_factor": 1.0}])
-def test_fields_of_a_rope_are_read_as_transformers_reads_them(kind, more):
+def test_rope_fields_equal_transformers(kind, more):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -407,7 +407,7 @@ def test_fields_of_a_rope_are_read_as_transformers_reads_them(kind, more):
     assert ours.scale == pytest.approx(theirs.attention_scaling)
 
 
-def test_old_and_new_spelling_of_a_rope_agree():
+def test_old_and_new_rope_spelling_agree():
     old = models.read_config(CASES["llama-llama3"])
     new = {k: v for k, v in CASES["llama-llama3"].items() if k not in ("rope_theta", "rope_scaling")}
     assert models.read_config(new | {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}) == old
@@ -420,7 +420,7 @@ def test_old_and_new_spelling_of_a_rope_agree():
     assert models.read_config(new | {"rope_parameters": both}) == old
 
 
-def test_ropes_by_hand():
+def test_llama3_and_yarn_frequencies_match_formulas():
     # llama3, 32 old positions: channels turning more than 4 times in them stay, less than once are divided by 8
     base = rope({"rope_theta": 1e4}, "llama", 16, 128)
     got = rope(LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": 32}, "llama", 16, 128)
@@ -436,7 +436,7 @@ def test_ropes_by_hand():
     assert far.inv_freq[0] == base.inv_freq[0] and far.inv_freq[-1] == pytest.approx(base.inv_freq[-1] / 4)
 
 
-def test_configs_in_the_wild():
+def test_published_configs_are_read():
     smol = models.read_config(
         dict(architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=0)
         | dict(eos_token_id=0, hidden_act="silu", hidden_size=576, initializer_range=0.041666666666666664)
@@ -459,7 +459,7 @@ def test_configs_in_the_wild():
     assert gemma.ropes[0].inv_freq[1] == 1e4 ** (-2 / 256) and gemma.ropes[5].inv_freq[1] == 1e6 ** (-2 / 256)
 
 
-def test_a_config_is_a_good_static_argument():
+def test_config_is_static_argument():
     traces = []
 
     @jax.jit
@@ -479,7 +479,7 @@ JUNK = [[], {}, "text", ["llama"], {"a": 1}, -1, 0, 1.5, math.nan, math.inf, Tru
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_config_of_junk_is_refused_or_read_at_once(case):
+def test_junk_fields_are_refused_or_stay_small(case):
     """Every field of every family in turn, those within ropes too; what is read stays small."""
     hf = CASES[case]
     places = [(name,) for name in hf] + [(name, k) for name, x in hf.items() if isinstance(x, dict) for k in x]
@@ -498,7 +498,7 @@ def test_a_config_of_junk_is_refused_or_read_at_once(case):
 
 
 @pytest.mark.parametrize(("field", "most"), [("max_position_embeddings", 1 << 24), ("head_dim", 1024)])
-def test_sizes_that_nothing_contradicts_have_a_most(field, most):
+def test_sizes_beyond_maximum_are_refused(field, most):
     assert models.read_config(CASES["llama"] | {field: most})
     with pytest.raises(ValueError, match=f"{field}.*{most:,} is the most"):
         models.read_config(CASES["llama"] | {field: 2 * most})

@@ -24,7 +24,7 @@ def params_of(name, seed=0):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(name):
+def test_logits_and_greedy_tokens_equal_transformers(name):
     g = golden(name)
     assert json.loads(str(g["config"])) == json.loads(json.dumps(CASES[name])), "run tests/golden/make.py again"
     got = np.asarray(forward(params_of(name, int(g["seed"])), g["ids"], g["pos"]))
@@ -38,7 +38,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
-def test_a_row_alone_gives_what_it_gives_in_the_batch(name):
+def test_rows_are_independent_of_batch(name):
     g, p = golden(name), params_of(name)
     together = np.asarray(forward(p, g["ids"], g["pos"]))
     for row in range(len(LENGTHS)):
@@ -48,7 +48,7 @@ def test_a_row_alone_gives_what_it_gives_in_the_batch(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("mamba2", "falcon_h1", "falcon_h1-norm")])
-def test_layer_hands_attend_what_project_gives_and_passes_its_extra_through(name):
+def test_layer_passes_projections_to_attend_and_returns_extra(name):
     p = params_of(name)
     m, c = models.family(p.config), p.config
     pos = jnp.arange(5)[None]
@@ -70,7 +70,7 @@ def test_layer_hands_attend_what_project_gives_and_passes_its_extra_through(name
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "qwen3_next"])
-def test_a_block_that_recurs_hands_mix_its_weights_and_passes_its_extra_through(name):
+def test_recurrent_layer_passes_weights_to_mix_and_returns_extra(name):
     p = params_of(name)
     x = models.family(p.config).embed(p, jnp.ones((1, 5), int))
 
@@ -83,7 +83,7 @@ def test_a_block_that_recurs_hands_mix_its_weights_and_passes_its_extra_through(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
-def test_bfloat16_stays_bfloat16_and_stays_close(name):
+def test_bfloat16_model_keeps_dtype_and_stays_close(name):
     g, p = golden(name), params_of(name)
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
     seen = []
@@ -104,12 +104,12 @@ def test_bfloat16_stays_bfloat16_and_stays_close(name):
     assert 1e-4 < error < 0.05  # bfloat16 keeps 8 bits: 0.4% a rounding, some dozens of roundings
 
 
-def test_head_is_not_a_second_copy_of_a_tied_embedding():
+def test_tied_model_has_no_separate_head():
     assert params_of("llama-tied").head is None
     assert params_of("llama").head.shape == (BASE["vocab_size"], BASE["hidden_size"])
 
 
-def test_the_table_of_families_has_every_case():
+def test_families_table_covers_every_case():
     rows = json.loads((HERE.parents[1] / "results" / "families.json").read_text())["rows"]
     assert [row["model"] for row in rows] == list(CASES), "run tests/golden/parity.py and make docs"
     assert all(row["difference"] < 1e-4 and row["equal"] == row["tokens"] for row in rows)

@@ -66,7 +66,7 @@ def plain(w: linear.Coded) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", BITS)
-def test_a_form_is_its_bits_and_its_floats(form):
+def test_weight_format_has_expected_bits_and_floats(form):
     w, floats = made(form)
     assert w.shape == (OUT, IN) and w.form == form and w.finite
     assert tree_bytes(w) * 8 / (OUT * IN) == BITS[form]
@@ -77,7 +77,7 @@ def test_a_form_is_its_bits_and_its_floats(form):
 
 
 @pytest.mark.parametrize("form", BITS)
-def test_every_path_of_the_product_is_the_product(form, monkeypatch):
+def test_every_matmul_path_equals_float64(form, monkeypatch):
     monkeypatch.setattr(linear, "TILE", 3 * IN)  # of seven tiles the last two overlap
     monkeypatch.setattr(linear, "TERMS", 8)  # and inputs come in pieces
     w, floats = made(form)
@@ -101,14 +101,14 @@ def test_every_path_of_the_product_is_the_product(form, monkeypatch):
 
 
 @pytest.mark.parametrize("form, most", [("int8", 0.51 / 127), ("int4", 0.52 / 15)])
-def test_coding_errs_by_half_a_step(form, most):
+def test_quantization_error_is_at_most_half_a_step(form, most):
     x = np.random.default_rng(5).uniform(-1, 1, (9, 192)).astype(np.float32)
     x[4] = 0
     got = np.asarray(ENCODE[form](x, KIND).floats())
     assert np.abs(got - x).max() <= most * (1 if form == "int8" else 2) and not got[4].any()
 
 
-def test_a_step_makes_no_float_copy_of_a_matrix():
+def test_matmul_makes_no_float_copy():
     floats = 4 * 49152 * 64
     for form in ("int8", "int4"):
         w = quantize.FORMATS[form].like(None, "embed", (49152, 64), KIND)
@@ -122,7 +122,7 @@ def test_a_step_makes_no_float_copy_of_a_matrix():
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_loop_of_steps_makes_no_floats_of_its_matrices(form, rows):
+def test_decode_loop_makes_no_float_copy(form, rows):
     wide = dict(models.TINY, hidden_size=256, intermediate_size=1024)
     p = models.abstract(models.read_config(wide), form=form)
     cache = CacheShape(methods.parse("full"), p.config, rows, 48, 16, jnp.float32).empty()
@@ -148,7 +148,7 @@ def tiny():
 
 
 @pytest.mark.slow
-def test_a_model_in_codes_is_near_its_floats(tiny):
+def test_quantized_model_is_near_float_model(tiny):
     ids = jnp.arange(1, 9)[None]
     want = models.forward(tiny[None], ids, ids - 1)
     for form, most in (("int8", 0.02), ("int4", 0.35)):
@@ -157,14 +157,14 @@ def test_a_model_in_codes_is_near_its_floats(tiny):
         assert linear.forms(tiny[form]) == form and tiny[form].embed.dtype == jnp.float32
 
 
-def test_shapes_alone_are_those_of_the_model(tiny):
+def test_abstract_params_match_model_shapes(tiny):
     for form, p in tiny.items():
         shapes = models.abstract(p.config, form=form)
         assert jax.tree.structure(shapes) == jax.tree.structure(p)
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(shapes)] == [(x.shape, x.dtype) for x in jax.tree.leaves(p)]
 
 
-def test_a_form_is_another_model(tiny):
+def test_weight_format_changes_fingerprint(tiny):
     assert len({fingerprint(p) for p in tiny.values()}) == 3
     codes = tiny["int8"]
     assert fingerprint(codes) == fingerprint(models.random(dict(models.TINY, hidden_size=64), form="int8"))
@@ -172,7 +172,7 @@ def test_a_form_is_another_model(tiny):
 
 
 @pytest.mark.slow
-def test_generation_counts_what_it_holds(tiny):
+def test_receipt_counts_bytes_of_quantized_weights(tiny):
     out = jkv.generate(tiny["int8"], "streaming(budget=32, recent=8)", [3, 1, 4] * 20, max_new_tokens=4)
     report = out.receipt
     assert (report.bytes_weights, report.weights) == (tree_bytes(tiny["int8"]), "int8")
@@ -180,7 +180,7 @@ def test_generation_counts_what_it_holds(tiny):
 
 
 @pytest.mark.slow
-def test_blocks_of_a_file_are_kept(tmp_path, monkeypatch):
+def test_gguf_blocks_are_kept_quantized(tmp_path, monkeypatch):
     file = coded_file(tmp_path, "Q8_0")
     kept, floats = load.load(file, weights="file"), load.load(file)
     assert linear.forms(kept) == "Q8_0" and tree_bytes(kept) < 0.4 * tree_bytes(floats)
@@ -191,7 +191,7 @@ def test_blocks_of_a_file_are_kept(tmp_path, monkeypatch):
     np.testing.assert_array_equal(rows, linear.rows(floats.embed, ids))
 
 
-def test_parts_of_a_stack_may_have_forms_of_their_own(tmp_path):
+def test_stacked_parts_may_differ_in_format(tmp_path):
     file = coded_file(tmp_path, "Q8_0", attn_v="Q4_1")
     kept, floats = load.load(file, weights="file"), load.load(file)
     assert linear.forms(kept) == "Q4_1, Q8_0"
@@ -208,13 +208,13 @@ def test_parts_of_a_stack_may_have_forms_of_their_own(tmp_path):
         (None, "file", "weights='file' keeps the blocks of a .gguf file"),
     ],
 )
-def test_a_form_that_cannot_be_is_refused(tmp_path, kind, asked, cause):
+def test_invalid_weight_format_is_refused(tmp_path, kind, asked, cause):
     file = coded_file(tmp_path, kind)
     with pytest.raises(ValueError, match=cause):
         load.load(file, weights=asked)
 
 
-def test_inputs_without_groups_are_refused():
+def test_inputs_without_whole_groups_are_refused():
     with pytest.raises(ValueError, match="a matrix with 24 inputs has no groups of 32; use weights='int8'"):
         quantize.int4(np.ones((2, 24), np.float32), KIND)
 
@@ -239,7 +239,7 @@ def test_blocks_with_nan_are_refused(tmp_path):
     ("platform", "dtype", "rows"),
     [("tpu", "bfloat16", 2), ("cuda", "float16", 2), ("cuda", "bfloat16", 1), ("cpu", "float16", 1)],
 )
-def test_one_row_is_the_first_of_two_where_its_product_is_slow(platform: str, dtype: str, rows: int):
+def test_one_row_matmul_is_padded_to_two_rows_where_slow(platform: str, dtype: str, rows: int):
     """Programs are made for other machines here; the product itself is the same."""
     w, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((48, 32), (1, 32)))
     text = jax.jit(linear.linear).trace(w, x).lower(lowering_platforms=(platform,)).as_text()

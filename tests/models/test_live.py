@@ -30,7 +30,7 @@ def both(hf, dtype, seed=7):
 
 @pytest.mark.filterwarnings("default")  # of torch and transformers, not ours
 @pytest.mark.parametrize("name", CASES)
-def test_logits_match_in_float32(name):
+def test_logits_equal_transformers_in_float32(name):
     """To 1e-4, or where float32 is not that exact in either, as near to float64 as transformers is."""
     hf, seed = CASES[name], 7
     got, want = both(hf, "float32", seed)
@@ -44,7 +44,7 @@ def test_logits_match_in_float32(name):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", CASES)
-def test_bfloat16_errs_no_more_than_transformers_does(name):
+def test_bfloat16_error_is_bounded_by_transformers(name):
     exact, _ = both(CASES[name], "float32")
     got, want = both(CASES[name], "bfloat16")
     # of the token in the middle: one whose experts are as good as equal may go through others, on either side
@@ -54,7 +54,7 @@ def test_bfloat16_errs_no_more_than_transformers_does(name):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", [name for name, hf in CASES.items() if hf["model_type"] not in OURS])
-def test_the_config_as_transformers_saves_it_reads_the_same(name):
+def test_config_saved_by_transformers_reads_equal(name):
     from transformers import AutoConfig
 
     hf = CASES[name]

@@ -68,18 +68,18 @@ def runs():
     return tokens, logits, theirs(model, rows, tokens), theirs(model.double(), rows, tokens)
 
 
-def test_logits_match(runs):
+def test_logits_equal_transformers(runs):
     _, got, want, _ = runs
     np.testing.assert_allclose(got[:, 0], want[:, 0], atol=1e-4, rtol=0, err_msg="at the end of the prompt")
     np.testing.assert_allclose(got[:, :NEAR], want[:, :NEAR], atol=1e-4, rtol=0)
 
 
-def test_the_error_stays_that_of_float32(runs):
+def test_error_stays_at_float32_level(runs):
     _, got, want, exact = runs
     for row in range(4):
         assert np.linalg.norm(got[row] - exact[row]) < 2 * np.linalg.norm(want[row] - exact[row])
 
 
-def test_greedy_tokens_are_the_same(runs):
+def test_greedy_tokens_equal_transformers(runs):
     tokens, _, want, _ = runs  # given tokens that it would draw itself, transformers has drawn them
     np.testing.assert_array_equal(want.argmax(-1), tokens)

@@ -40,7 +40,7 @@ CASES = [joined(2, 3, None), joined(3, 1, 2), alone(None), alone(3)]
 
 @pytest.mark.parametrize("piece", [1, 20, 1 << 22])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_whatever_is_asked_is_what_the_whole_has_there(case, piece, monkeypatch):
+def test_any_slice_equals_slice_of_whole(case, piece, monkeypatch):
     monkeypatch.setattr(loading, "PIECE", piece)
     x, whole = CASES[case]
     assert x.shape == whole.shape
@@ -55,7 +55,7 @@ def test_whatever_is_asked_is_what_the_whole_has_there(case, piece, monkeypatch)
     assert [(s.shape, s.dtype) for s in jax.tree.leaves(x.like())] == [(whole.shape, np.float32)]
 
 
-def test_only_what_is_asked_is_read_and_checked():
+def test_only_requested_rows_are_read_and_checked():
     x, whole = CASES[0]
     seen: list[tuple[str, int]] = []
     own = loading.Stack(x.names, x.parts, x.n, x.size, check=lambda name, rows: seen.append((name, len(rows))))
@@ -75,7 +75,7 @@ def file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", [None, "int8", "int4", "file"])
-def test_the_host_holds_one_array_at_a_time(file, form, monkeypatch):
+def test_host_holds_one_array_at_a_time(file, form, monkeypatch):
     monkeypatch.setattr(loading, "PIECE", 1 << 14)
     source = read_gguf(file)
     blocks = load.blocks_of(file, source, "float32") if form == "file" else {}
@@ -98,7 +98,7 @@ def test_the_host_holds_one_array_at_a_time(file, form, monkeypatch):
     assert linear.forms(params) == {None: "float32", "file": "Q8_0"}.get(form, form)
 
 
-def test_shapes_of_a_file_are_those_of_what_is_loaded(tmp_path):
+def test_abstract_shapes_match_loaded_file(tmp_path):
     kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name, x in ggufs.weights().items() if x.ndim == 2}
     kinds |= {name: gguf.GGMLQuantizationType.Q4_1 for name in kinds if "attn_v" in name}
     path = ggufs.tiny(tmp_path / "m.gguf", kinds=kinds)

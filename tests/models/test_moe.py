@@ -55,7 +55,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("e", ROUTES.values(), ids=list(ROUTES))
 @pytest.mark.parametrize("shift", [False, True])
-def test_a_token_goes_through_the_experts_of_the_equation(e, shift):
+def test_routing_equals_reference(e, shift):
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (40, 8)).astype("f")
     bias = rng.normal(0, 1, 8).astype("f") if shift else None
@@ -74,7 +74,7 @@ through = jax.jit(moe.through, static_argnums=0)
 
 @pytest.mark.parametrize("tokens", [1, 2, 19, 300])
 @pytest.mark.parametrize("skew", ["even", "all to one", "one a token"])
-def test_the_sum_over_experts_is_that_of_plain_loops(tokens, skew):
+def test_expert_sum_equals_plain_loops(tokens, skew):
     """Tiles of one token, of eight and of more; experts with no token, whose weights are NaN, are never read."""
     rng = np.random.default_rng(tokens)
     up, down = rng.normal(size=(7, F, E)) / 4, rng.normal(size=(7, E, F)) / 4
@@ -96,7 +96,7 @@ def test_the_sum_over_experts_is_that_of_plain_loops(tokens, skew):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_products_need_no_copy_of_the_experts():
+def test_expert_matmul_makes_no_copy_of_experts():
     """Beside the sorted results there is one expert, of 64."""
     m, k, n, wide = 256, 2, 64, 128
     own = {
@@ -109,7 +109,7 @@ def test_products_need_no_copy_of_the_experts():
     assert made < 4 * results + 2 * 4 * wide * wide < n * 4 * wide * wide
 
 
-def test_every_code_of_mxfp4():
+def test_every_mxfp4_code_decodes_by_definition():
     """Against the format's definition: sign, two bits of exponent and one of mantissa, scaled by a power of two."""
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     scales = np.arange(120, 136, dtype=np.uint8).reshape(1, 16)
@@ -142,7 +142,7 @@ def coded(folder, hf, tensors, broken=None):
     return floats
 
 
-def test_a_folder_of_mxfp4_is_the_model_of_its_floats(tmp_path):
+def test_mxfp4_folder_equals_model_of_its_floats(tmp_path):
     hf = CASES["gpt_oss"] | dict(hidden_size=64, intermediate_size=96)
     floats = coded(tmp_path / "m", hf, weights(hf, 1))
     want = models.build(hf, {n: (lambda x=x: x) for n, x in floats.items()}, jnp.float32)
@@ -154,14 +154,14 @@ def test_a_folder_of_mxfp4_is_the_model_of_its_floats(tmp_path):
         jkv.load(tmp_path / "broken")
 
 
-def test_bytes_that_are_no_format_of_the_family_are_refused():
+def test_unexpected_byte_tensors_are_refused():
     c, hf = models.read_config(models.TINY), models.TINY
     tensors = {n: (lambda s=s: np.ones(s, np.uint8)) for n, s in models.params.names(c, models.llama.TENSORS).items()}
     with pytest.raises(ValueError, match="embed_tokens.weight holds bytes"):
         models.build(hf, tensors, jnp.float32)
 
 
-def test_an_expert_of_the_wrong_shape_or_number_is_named():
+def test_expert_of_wrong_shape_or_count_is_named():
     hf = CASES["mixtral"]
     tensors = {n: (lambda x=x: x) for n, x in weights(hf, 0).items()}
     name = "model.layers.2.block_sparse_moe.experts.3.w2.weight"
@@ -173,7 +173,7 @@ def test_an_expert_of_the_wrong_shape_or_number_is_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_blocks_that_are_alike_share_a_config_and_a_draft_keeps_its_own(name):
+def test_equal_layers_share_config_and_draft_keeps_its_experts(name):
     p = models.random(CASES[name])
     alike = {i: p.block(i).config for i in range(3)}
     assert alike[0] == alike[2] and (alike[0] == alike[1]) == (name == "mixtral")
@@ -184,7 +184,7 @@ def test_blocks_that_are_alike_share_a_config_and_a_draft_keeps_its_own(name):
     np.testing.assert_array_equal(models.forward(draft, ids, pos), models.forward(cut, ids, pos))
 
 
-def test_a_mesh_that_cannot_share_an_expert_is_refused():
+def test_mesh_not_dividing_expert_is_refused():
     c = models.read_config(CASES["qwen3_moe"] | dict(moe_intermediate_size=25))
     with pytest.raises(ValueError, match="model=2 cannot share the 25 hidden units of an expert"):
         sharding.parse_mesh("model=2", jax.devices() * 2, c)
@@ -213,7 +213,7 @@ for name in ("gpt_oss", "mixtral"):
 """
 
 
-def test_devices_that_share_the_experts_give_what_one_gives():
+def test_sharded_experts_equal_unsharded():
     """Each has its part of every expert's hidden units, and none is gathered."""
     env = {**os.environ, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-def test_a_rounded_matrix_multiplies_what_is_rounded():
+def test_rounded_matrix_multiplies_rounded_inputs():
     rng = np.random.default_rng(0)
     w, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 40, 64), (2, 5, 64)))
     near = lambda a: a.astype(BF16).astype(np.float64)  # noqa: E731
@@ -36,7 +36,7 @@ def test_a_rounded_matrix_multiplies_what_is_rounded():
     assert np.abs(np.einsum("bte,koe->btko", x, w) - found).max() > 1e-3
 
 
-def test_codes_and_what_is_no_matrix_stay_as_they_are():
+def test_codes_and_non_matrices_are_not_rounded():
     w = quantize.int8(np.ones((4, 32), np.float32), np.dtype("float32"))
     assert linear.rounded(w, BF16) is w
     p = replace(models.random(KINDS["mixtral"]), prefill_dtype=BF16)
@@ -48,7 +48,7 @@ def test_codes_and_what_is_no_matrix_stay_as_they_are():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_near_and_what_follows_is_exact(kind):
+def test_prefill_is_close_and_steps_are_exact(kind):
     exact = models.random(KINDS[kind])
     rounds = replace(exact, prefill_dtype=BF16)
     prompt = [np.random.default_rng(1).integers(0, 100, 90).tolist()]
@@ -71,7 +71,7 @@ def products(jaxpr: Any) -> list[str]:
     return found
 
 
-def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
+def test_layer_matmuls_are_rounded_in_prefill_only():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
     empty = CacheShape(methods.parse("full"), p.config, 1, 600, 16, jnp.float32).empty()
     reads = jax.make_jaxpr(lambda ids: decode_loop.prefill.whole(p, empty, ids, fresh=True))(
@@ -86,7 +86,7 @@ def test_all_products_of_blocks_are_rounded_and_none_of_a_step():
 
 
 @pytest.mark.slow
-def test_no_second_copy_of_the_weights():
+def test_prefill_makes_no_second_copy_of_weights():
     deep = dict(models.TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     p = models.abstract(models.read_config(deep))
     empty = CacheShape(methods.parse("full"), p.config, 1, 48, 16, jnp.float32).empty()
@@ -100,14 +100,14 @@ def test_no_second_copy_of_the_weights():
 
 
 @pytest.mark.slow
-def test_the_receipt_says_so_and_the_comparison_is_to_exact_products():
+def test_receipt_names_prefill_dtype_and_compares_to_exact():
     p = replace(models.random(models.TINY), prefill_dtype=BF16)
     out = jkv.generate(p, "full", [[3, 1, 4] * 20], max_new_tokens=4, compare=True)
     assert out.receipt.exactness.endswith("; the prompt's products in bfloat16")
     assert out.receipt.kl is not None and out.receipt.kl > 0
 
 
-def test_a_model_is_loaded_so(tmp_path):
+def test_load_accepts_prefill_dtype(tmp_path):
     file = ggufs.tiny(tmp_path / "m.gguf")
     assert load.load(file).prefill_dtype is None
     assert load.load(file, prefill_dtype="bfloat16").prefill_dtype == BF16

@@ -150,7 +150,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, atol=1e-5 * max(1, abs(want).max()), rtol=0)
 
 
-def test_a_text_is_read_as_token_by_token(rule):
+def test_prefill_equals_token_by_token(rule):
     y, after = rule.whole
     for r, n in enumerate(LENGTHS):
         want, states = rule.truth[r]
@@ -159,7 +159,7 @@ def test_a_text_is_read_as_token_by_token(rule):
     assert not np.asarray(after.count).any()
 
 
-def test_no_library_is_called(rule):
+def test_programs_make_no_custom_calls(rule):
     """Whose batches wait for threads, of which programs that run side by side may have taken all."""
     read, step, settle = rule.programs
     assert "custom_call" not in read.lower(GIVEN, LIVE, rule.fresh).as_text()
@@ -167,7 +167,7 @@ def test_no_library_is_called(rule):
     assert "custom_call" not in settle.lower(rule.fresh).as_text()
 
 
-def test_stretches_may_be_read_in_several_pieces(rule, monkeypatch):
+def test_stretches_read_in_batches_equal_one_pass(rule, monkeypatch):
     for net in (mamba2_ssd, gated_delta):
         monkeypatch.setattr(net, "BESIDE", 2)
     y, after = replace(rule).read(GIVEN, LIVE, rule.fresh)
@@ -175,13 +175,13 @@ def test_stretches_may_be_read_in_several_pieces(rule, monkeypatch):
     close(after.state, np.asarray(rule.whole[1].state))
 
 
-def test_small_steps_behind_large_ones_are_not_lost_in_their_sum():
+def test_small_terms_after_large_ones_keep_precision():
     x = -np.concatenate([np.full(64, 7.1), RNG.uniform(1e-4, 1e-3, 64)]).astype(np.float32)
     total, lost = (np.asarray(a, np.float64)[63:] for a in recurrent_state.sums(jnp.asarray(x)))
     np.testing.assert_allclose((total - total[0] + lost - lost[0])[1:], np.cumsum(x[64:].astype(np.float64)), rtol=1e-6)
 
 
-def test_keys_that_are_all_alike_overwrite_each_other():
+def test_equal_keys_overwrite_each_other():
     """A system whose inverse, made by powers of it, would have no digit left: the newest value alone is kept."""
     m, t = replace(Delta.m, heads=1, groups=1), gated_delta.STRETCH
     x = np.ones((1, m.channels, t), np.float32)
@@ -192,7 +192,7 @@ def test_keys_that_are_all_alike_overwrite_each_other():
 
 
 @pytest.mark.parametrize("first", [1, 100, T - 1])
-def test_it_does_not_matter_where_a_text_is_cut(rule, first):
+def test_split_prefill_equals_one_pass(rule, first):
     """Also where a row has all of its tokens in one of the pieces."""
     _, half = rule.read(GIVEN[:, :first], LIVE[:, :first], rule.fresh)
     y, after = rule.read(GIVEN[:, first:], LIVE[:, first:], half)
@@ -203,7 +203,7 @@ def test_it_does_not_matter_where_a_text_is_cut(rule, first):
         close(a, np.asarray(b))
 
 
-def test_steps_settle_and_pauses_are_the_same_text(rule):
+def test_steps_with_pauses_and_settling_equal_prefill(rule):
     """The last tokens one by one, a row pausing now and then, a window that settles; also before more is read."""
     n, cut = 20, T - 20
     _, state = rule.read(GIVEN[:, :cut], LIVE[:, :cut], rule.fresh)
@@ -226,7 +226,7 @@ def test_steps_settle_and_pauses_are_the_same_text(rule):
     close(after.raw, np.asarray(rule.whole[1].raw))
 
 
-def test_what_waits_can_be_taken_back(rule):
+def test_pending_steps_can_be_rolled_back(rule):
     _, state = rule.read(GIVEN[:, : T - 6], LIVE[:, : T - 6], rule.fresh)
     for i in range(6):
         noise = jnp.asarray(X[:, T - 6 + i if i < 2 else 5])[:, None]

@@ -34,7 +34,7 @@ MOVED = [
 ]
 
 
-def test_the_ropes_are_of_every_kind():
+def test_families_cover_every_rope_type():
     with pytest.raises(ValueError, match="only default, linear, llama3 and yarn are implemented"):
         models.config.rope({"rope_theta": 1e4, "rope_type": "spiral"}, "llama", 16, 128)
     kinds = {str(value) for hf in FAMILIES.values() for value in _values(hf)}
@@ -48,7 +48,7 @@ def _values(hf: dict) -> list:
 
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
 @pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
-def test_turned_back_is_what_it_was(rope: Rope, part: bool):
+def test_rotation_is_invertible(rope: Rope, part: bool):
     channels = 2 * len(rope.inv_freq)
     if part:
         rope = replace(rope, inv_freq=rope.inv_freq[: channels // 4])
@@ -59,7 +59,7 @@ def test_turned_back_is_what_it_was(rope: Rope, part: bool):
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
-def test_angles_are_those_of_float64_or_nan(rope: Rope):
+def test_tables_equal_float64_or_are_nan(rope: Rope):
     """Of every position that has a table, and of offsets that lead far behind its end; what has none is no number."""
     rope, freq, end = replace(rope, longest=600), np.asarray(rope.inv_freq), 768
     pos = np.array([0, 1, 255, 256, 599, end - 1])
@@ -76,7 +76,7 @@ def test_angles_are_those_of_float64_or_nan(rope: Rope):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MOVED, ids=str)
-def test_keys_that_are_turned_at_read_are_those_of_the_model(case: rig.Case):
+def test_keys_rotated_at_read_equal_model(case: rig.Case):
     """Nothing leaves, so ranks are positions, and the logits are those of the model without a cache."""
     assert YARN.config.ropes[0].scale > 1.1
     forced = rig.FORCED[:, :3]

@@ -127,7 +127,7 @@ WILD = {
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_a_model_has_as_many_weights_as_its_makers_say(name):
+def test_weight_count_matches_published_size(name):
     hf, billions = WILD[name]
     c = models.read_config(hf)
     shapes = models.params.names(c, models.family(c).TENSORS)

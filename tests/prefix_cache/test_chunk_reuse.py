@@ -39,7 +39,7 @@ SLOW = [pytest.param("full", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("cache", ["snapkv(budget=48, window=8) | int4", *SLOW])
-def test_all_tokens_read_again_are_the_prompt(cache: str):
+def test_full_recompute_equals_prefill(cache: str):
     want, logits = jkv.prefill(TWO, cache, [PROMPT], reserve=16, chunk=0)
     for renew in ("cacheblend(ratio=1.0)", "kvshare(kappa=-9.0, most=1.0, check=1)"):
         got, same, passages = read(TWO, renew, cache)
@@ -48,7 +48,7 @@ def test_all_tokens_read_again_are_the_prompt(cache: str):
         assert passages.reused == len(A) + len(B)
 
 
-def test_in_a_model_of_one_layer_turned_keys_are_those_of_the_prompt():
+def test_rotated_chunk_keys_are_exact_in_one_layer_model():
     want = jkv.prefill(ONE, "full", [PROMPT], reserve=16)
     got = read(ONE, "pie")
     np.testing.assert_allclose(got[1], want[1], atol=1e-4)
@@ -58,7 +58,7 @@ def test_in_a_model_of_one_layer_turned_keys_are_those_of_the_prompt():
 
 
 @pytest.mark.slow
-def test_the_more_is_read_again_the_nearer_it_comes():
+def test_error_falls_with_recompute_ratio():
     want = np.asarray(jkv.prefill(TWO, "full", [PROMPT], reserve=16)[1])
 
     def far(renew: str) -> float:
@@ -68,20 +68,20 @@ def test_the_more_is_read_again_the_nearer_it_comes():
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-4 < errors[-2]
 
 
-def test_the_beginning_of_a_prompt_as_it_was_read_is_exact():
+def test_chunk_at_prompt_start_is_exact():
     prompt = [*A, *ASK]
     want = jkv.prefill(TWO, "full", [prompt], reserve=16)[1]
     np.testing.assert_allclose(read(TWO, "pie", prompt=prompt)[1], want, atol=1e-4)
 
 
-def test_an_edited_text_is_two_passages():
+def test_edited_text_matches_two_chunks():
     edited = [*A[:30], 5, 6, 7, *A[34:], *ASK]
     passages = read(PARAMS, "pie", prompt=edited)[2]
     assert [(x.place, x.start, x.length) for x in passages.match(edited)] == [(0, 0, 30), (33, 34, 36)]
     assert passages.reused == 66
 
 
-def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
+def test_unsupported_reuse_is_prefilled_or_refused():
     for cache in ("h2o(budget=48)", "keydiff(budget=48)"):  # of the whole prompt; notes something
         got, logits, passages = read(PARAMS, "cacheblend", cache)
         np.testing.assert_array_equal(logits, jkv.prefill(PARAMS, cache, [PROMPT], reserve=16)[1])
@@ -113,7 +113,7 @@ def test_what_cannot_be_reused_is_read_whole_or_refused_by_name():
         ChunkCache().add(PARAMS, [0, 900] * 20)
 
 
-def test_answers_through_passages_say_how_many_tokens_were_there():
+def test_receipt_counts_reused_chunk_tokens():
     passages = ChunkCache("pie")
     passages.add(PARAMS, A)
     out = jkv.generate(PARAMS, "snapkv(budget=48, window=8)", [*A, *ASK], max_new_tokens=5, prefix_cache=passages)
@@ -122,7 +122,7 @@ def test_answers_through_passages_say_how_many_tokens_were_there():
 
 
 @pytest.mark.slow
-def test_variants_of_a_passage_know_what_they_owe():
+def test_variants_record_attention_to_earlier_chunks():
     got, logits, passages = read(TWO, "cachecraft(whole=1.0)")  # its first prompt is read whole
     np.testing.assert_allclose(logits, jkv.prefill(TWO, "full", [PROMPT], reserve=16)[1], atol=1e-4)
     assert passages.reused == 0 and passages.read == len(PROMPT)
@@ -161,7 +161,7 @@ def test_variants_of_a_passage_know_what_they_owe():
     )
 
 
-def test_variants_come_where_nothing_of_them_stands_before_and_those_of_use_stay():
+def test_variants_are_added_on_miss_and_evicted_by_use():
     """Passage 3 behind others in turn, by numbers alone: it paid a tenth of what it paid to its own tokens."""
     passages, found = ChunkCache("cachecraft(variants=2)"), [ChunkMatch(20 * i, i, 0, 20) for i in range(4)]
     record = {x: np.zeros((1, 1, 20, 2), np.float32) for x in "kv"}
@@ -180,7 +180,7 @@ def test_variants_come_where_nothing_of_them_stands_before_and_those_of_use_stay
     assert [x.before for x in passages._variants["m", 3]] == [(1,), (2,)]  # now 2 was of more use than 0
 
 
-def test_how_much_of_a_passage_is_read_again():
+def test_recompute_share_depends_on_preceding_chunks():
     record = {"k": np.zeros((1, 1, 10, 2))}
     one = Variant(record, 0, before=(1, 2), inter=np.array([0.3, 0.7]), ratio=1.0, owed=np.arange(10.0))
     share = one.share((1,), 1.0)
@@ -190,7 +190,7 @@ def test_how_much_of_a_passage_is_read_again():
 
 
 @pytest.mark.slow
-def test_what_a_run_said_is_what_a_prompt_of_it_holds():
+def test_reused_answer_equals_prefill():
     out = jkv.generate(TWO, "full", A, max_new_tokens=40, temperature=1.0, stop_ids=())
     says = out.tokens
     prompt = [*A, *says, *ASK]

@@ -57,7 +57,7 @@ def found(store: jkv.PrefixCache, ids: list[int] = IDS, root: str = "root") -> l
     return [int(x["k"][0]) for x in store.match(root, ids)]
 
 
-def test_a_prompt_finds_the_blocks_that_it_begins_with(tmp_path: Path):
+def test_match_returns_blocks_of_shared_prefix(tmp_path: Path):
     store = jkv.PrefixCache(tmp_path / "new" / "folder", "1MB")
     store.put("root", IDS, record)
     assert found(store) == list(range(6)) and store.reused == 6 * BLOCK
@@ -70,7 +70,7 @@ def test_a_prompt_finds_the_blocks_that_it_begins_with(tmp_path: Path):
             jkv.PrefixCache(tmp_path, **wrong)  # type: ignore[arg-type]
 
 
-def test_a_text_that_ends_inside_of_a_block_is_found_by_one_that_goes_on(tmp_path: Path):
+def test_partial_block_is_found_by_continuation(tmp_path: Path):
     """As far as whole 16 tokens of it; a whole block is taken before a part of it."""
     store, end = jkv.PrefixCache(tmp_path), 2 * BLOCK
     store.put("root", IDS[: end + 37], record)
@@ -85,7 +85,7 @@ def test_a_text_that_ends_inside_of_a_block_is_found_by_one_that_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "foreign", "no checkpoint"])
-def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
+def test_torn_or_foreign_records_miss_and_are_deleted(tmp_path: Path, harm: str):
     store = jkv.PrefixCache(tmp_path)
     store.put("root", IDS, record)
     paths = [tmp_path / f"{name}.kv" for name in chain("root", IDS)]
@@ -97,7 +97,7 @@ def test_a_torn_or_foreign_record_is_a_miss_and_goes(tmp_path: Path, harm: str):
     assert found(store) == list(range(6))
 
 
-def test_a_record_that_cannot_be_opened_now_is_a_miss_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unopenable_records_miss_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = jkv.PrefixCache(tmp_path)
     store.put("root", IDS, record)
 
@@ -110,7 +110,7 @@ def test_a_record_that_cannot_be_opened_now_is_a_miss_and_stays(tmp_path: Path, 
     assert found(store) == list(range(6))
 
 
-def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(tmp_path: Path):
+def test_eviction_is_lru_with_suffixes_before_prefixes(tmp_path: Path):
     size, large = 400_000 + (1 << 12), partial(record, n=100_000)
     store = jkv.PrefixCache(tmp_path, 8 * size)
     rest = [x + 1 for x in IDS]
@@ -126,7 +126,7 @@ def test_what_was_used_longest_ago_goes_first_and_ends_before_beginnings(tmp_pat
     assert found(small) == [0, 1]  # of a prompt that is more than there is room for, its beginning
 
 
-def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = jkv.PrefixCache(tmp_path)
     write = array_file.write
 
@@ -141,7 +141,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found(store) == [0, 1]
 
 
-def test_processes_share_a_store_and_a_kill_loses_one_record(tmp_path: Path):
+def test_store_is_shared_by_processes_and_survives_kill(tmp_path: Path):
     """Two that read, write and evict at once, and one that is killed while it writes its fourth record."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
 

@@ -26,7 +26,7 @@ def record(dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_no_number_is_wrong_by_more_than_half_a_bin(level, dtype):
+def test_error_is_at_most_half_bin_width(level, dtype):
     codec, x = store_codec.CacheGen(level), record(dtype)
     back = codec.decode(codec.encode(x))
     assert set(back) == set(x) and np.array_equal(back["0.noted"], x["0.noted"])
@@ -38,7 +38,7 @@ def test_no_number_is_wrong_by_more_than_half_a_bin(level, dtype):
         assert (np.abs(found - exact) <= most * 1.01 + rounding).all()
 
 
-def test_bins_by_level_and_depth_are_the_authors():
+def test_bins_by_level_and_depth_match_cachegen():
     """Of 32 layers: 10 and 20, and 2, are where bins change."""
     want = {1: ([16, 16, 12], [16, 12]), 2: ([32, 16, 16], [32, 16]), 3: ([32, 32, 32], [32, 32])}
     for level, (keys, values) in want.items():
@@ -46,7 +46,7 @@ def test_bins_by_level_and_depth_are_the_authors():
         assert (2 * (store_codec.CacheGen(level).half("v", 32) + 1)).tolist() == np.repeat(values, [2, 30]).tolist()
 
 
-def test_whole_numbers_of_bins_zeros_and_constants_come_back_exactly():
+def test_bin_centers_zeros_and_constants_round_trip_exactly():
     codec = store_codec.CacheGen(1)  # of one layer: 16 bins, -7..7
     k = np.random.default_rng(0).integers(-7, 8, (1, H, N, D)).astype(np.float32)
     k[..., 0] = 7
@@ -56,7 +56,7 @@ def test_whole_numbers_of_bins_zeros_and_constants_come_back_exactly():
     np.testing.assert_array_equal(codec.decode(codec.encode({"k": k, "v": k}))["v"], k)
 
 
-def test_symbols_take_little_more_than_their_entropy():
+def test_code_length_is_near_entropy():
     codec, x = store_codec.CacheGen(2), record()
     coded, bits, symbols = codec.encode(x), 0.0, 0
     for side in store_codec.SIDES:
@@ -71,7 +71,7 @@ def test_symbols_take_little_more_than_their_entropy():
     assert sum(x.nbytes for x in coded.values()) < sum(x.nbytes for x in record(np.float16).values()) / 3
 
 
-def test_a_store_rounds_what_it_holds_and_finds_no_other_codecs_records(tmp_path: Path):
+def test_store_rounds_records_and_separates_codecs(tmp_path: Path):
     ids, held = list(range(2 * BLOCK)), [record(), record(seed=1)]
     store = jkv.PrefixCache(tmp_path, codec="cachegen")
     store.put("root", ids, lambda i: held[i])
@@ -87,7 +87,7 @@ def test_a_store_rounds_what_it_holds_and_finds_no_other_codecs_records(tmp_path
 
 
 @pytest.mark.parametrize("part", ["code", "top", "mean", "spread", "shape", "like"])
-def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path, part: str):
+def test_malformed_records_miss_and_are_deleted(tmp_path: Path, part: str):
     """Arrays that are not there, too short, of another type; a code that ends too early, or is of other numbers."""
     store, ids = jkv.PrefixCache(tmp_path, codec="cachegen"), list(range(BLOCK))
     store.put("root", ids, lambda i: record())
@@ -105,7 +105,7 @@ def test_what_no_encoder_wrote_is_a_miss_and_goes(tmp_path: Path, part: str):
         assert store.match("root", ids) == [] and not path.exists(), harm
 
 
-def test_records_of_unlike_sizes_have_the_room_that_there_is(tmp_path: Path):
+def test_unequal_record_sizes_fit_store(tmp_path: Path):
     """A beginning that takes little says nothing of what follows."""
     old, new = list(range(11 * BLOCK)), list(range(1000, 1000 + 6 * BLOCK))
     nothing = {side: np.zeros_like(record()[side]) for side in store_codec.SIDES}
@@ -117,7 +117,7 @@ def test_records_of_unlike_sizes_have_the_room_that_there_is(tmp_path: Path):
     assert sum(x.stat().st_size for x in store.folder.glob("*.kv")) <= 12 * size
 
 
-def test_without_the_coder_the_error_says_what_to_install(monkeypatch):
+def test_missing_entropy_coder_error_names_extra(monkeypatch):
     monkeypatch.setattr(store_codec, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"constriction, which is missing; run pip install -e '.\[entropy\]'"):
         jkv.PrefixCache("nowhere", codec="cachegen")
@@ -161,7 +161,7 @@ def sizes(shaped: Shaped) -> list[list[int]]:
     return [[x or 0 for x in shaped.store._sizes(forms)] for forms in shaped.store._names("root", range(8 * BLOCK))]
 
 
-def test_a_link_without_limits_brings_the_best_and_one_without_speed_none_but_the_first(shaped: Shaped):
+def test_level_follows_link_speed(shaped: Shaped):
     assert shaped.match([*range(8 * BLOCK)]) == [3] * 8
     shaped.speed = 1e-6
     assert shaped.match([*range(8 * BLOCK)]) == [3]  # as fast as it was, it seemed
@@ -171,7 +171,7 @@ def test_a_link_without_limits_brings_the_best_and_one_without_speed_none_but_th
 
 
 @pytest.mark.parametrize("level", [3, 2, 1])
-def test_the_level_is_the_best_that_the_time_left_has_room_for(shaped: Shaped, level: int):
+def test_highest_level_within_deadline_is_chosen(shaped: Shaped, level: int):
     """A link that brings each level in its share of the time, just so."""
     shaped.speed = max(x[3 - level] for x in sizes(shaped)) * 1.001  # bytes in the second of each
     assert shaped.match([*range(8 * BLOCK)])[0] == 3  # nothing is known yet
@@ -180,7 +180,7 @@ def test_the_level_is_the_best_that_the_time_left_has_room_for(shaped: Shaped, l
     assert len(got) == 8 and got[0] == level and min(got) >= level and shaped.now <= 8.0
 
 
-def test_the_time_is_that_of_the_records_that_are_there(shaped: Shaped):
+def test_deadline_is_divided_over_stored_records_only(shaped: Shaped):
     """A short beginning that the store has, before a long text that it has not."""
     shaped.match([*range(8 * BLOCK)])
     shaped.speed = max(x[0] for x in sizes(shaped)) * 1.001
@@ -189,7 +189,7 @@ def test_the_time_is_that_of_the_records_that_are_there(shaped: Shaped):
     assert shaped.match([*range(8 * BLOCK), *range(90 * BLOCK)]) == [3] * 8
 
 
-def test_records_come_as_their_level_has_them_and_other_stores_share_them(shaped: Shaped):
+def test_records_decode_at_their_level_and_are_shared(shaped: Shaped):
     ids = [*range(8 * BLOCK)]
     shaped.speed = max(x[2] for x in sizes(shaped)) * 1.001
     shaped.match(ids[:BLOCK])
@@ -203,7 +203,7 @@ def test_records_come_as_their_level_has_them_and_other_stores_share_them(shaped
     ] == [8] * 3
 
 
-def test_of_a_record_that_is_torn_another_level_comes(shaped: Shaped):
+def test_torn_record_falls_back_to_another_level(shaped: Shaped):
     ids, best = [*range(8 * BLOCK)], shaped.store._names("root", range(8 * BLOCK))[2][0]
     shaped.store._path(best).write_bytes(b"")
     assert len(shaped.store.match("root", ids)) == 8 and shaped.levels == [3, 3, 3, 2, 3, 3, 3, 3, 3]
@@ -212,7 +212,7 @@ def test_of_a_record_that_is_torn_another_level_comes(shaped: Shaped):
     assert shaped.match(ids) == [3] * 8
 
 
-def test_a_store_holds_all_levels_within_its_bytes(tmp_path: Path):
+def test_all_levels_stay_within_store_bytes(tmp_path: Path):
     store = jkv.PrefixCache(tmp_path, bytes=300_000, codec="cachegen(within=1)")
     for start in range(0, 40 * BLOCK, 4 * BLOCK):
         store.put("root", list(range(start, start + 4 * BLOCK)), lambda i: record(seed=i))

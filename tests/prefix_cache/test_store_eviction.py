@@ -40,7 +40,7 @@ def entries(n: int, odds: list[float]) -> list[Entry]:
     return [Entry(f"{i}", "", int(used[i]), odds[i]) for i in range(n)]
 
 
-def test_equal_odds_are_the_order_of_use_and_certain_ones_go_first_and_last_but_not_for_good():
+def test_eviction_follows_odds_and_is_lru_for_equal_odds():
     for p in (0.0, 0.1, 0.9, 1.0):
         some = entries(60, [p] * 60)
         assert predictor().order(some, 90 * SECOND) == Evict().order(some, 90 * SECOND)
@@ -54,21 +54,21 @@ def test_equal_odds_are_the_order_of_use_and_certain_ones_go_first_and_last_but_
     assert sure.odds([1]) == 1 and sure.alive(np.ones(1), np.full(1, 1e5))[0] < 0.96
 
 
-def test_the_worth_of_a_pause_is_bayes_by_hand():
+def test_odds_after_pauses_match_bayes():
     own, pauses = predictor(), np.geomspace(1, 1000, 50)
     for p, dt in ((0.3, 5.0), (0.8, 200.0), (0.5, 5000.0)):
         longer = (np.sum(pauses > dt) + 1) / 51
         assert own.alive(np.array([p]), np.array([dt]))[0] == pytest.approx(p * longer / (p * longer + 1 - p))
 
 
-def test_a_beginning_that_is_shared_is_worth_its_best_end():
+def test_shared_prefix_ranks_as_its_best_continuation():
     shared, a, b = Entry("s", "", 3 * SECOND, 0.1), Entry("a", "s", 2 * SECOND, 0.9), Entry("b", "s", 1 * SECOND, 0.1)
     lone = Entry("x", "", 4 * SECOND, 0.4)
     assert predictor().order([shared, a, b, lone], 10 * SECOND) == ["b", "x", "a", "s"]
     assert predictor().order([shared, b, lone], 10 * SECOND) == ["b", "s", "x"]
 
 
-def test_a_store_keeps_the_conversation_that_goes_on(tmp_path: Path):
+def test_predictor_keeps_continuing_conversation(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.95, 6: 0.05}).arrays, {"kind": "lpc"})
     for evict, stays in ((f"lpc:{path}", 5), ("lru", 6)):
@@ -89,7 +89,7 @@ def make(i: int) -> dict[str, np.ndarray]:
     return {"k": np.full(1000, i, np.float32)}
 
 
-def test_records_that_another_order_wrote_go_by_their_age(tmp_path: Path):
+def test_records_without_odds_are_evicted_by_age(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.6}).arrays, {"kind": "lpc"})
     jkv.PrefixCache(tmp_path / "s", 28_000).put("root", [1] * 5 * BLOCK, make)
@@ -112,7 +112,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("harm", [*BROKEN])
-def test_odds_that_are_broken_are_none(tmp_path: Path, harm: str):
+def test_corrupt_odds_are_ignored(tmp_path: Path, harm: str):
     path, text = tmp_path / "lpc.safetensors", BROKEN[harm]
     array_file.write(path, predictor().arrays, {"kind": "lpc"})
     store = jkv.PrefixCache(tmp_path / "s", 22_000, f"lpc:{path}")
@@ -125,7 +125,7 @@ def test_odds_that_are_broken_are_none(tmp_path: Path, harm: str):
     assert len(store.match("root", [6] * 4 * BLOCK)) == 4 and not store.match("root", [5] * BLOCK)
 
 
-def test_a_prompt_that_is_found_whole_renews_its_odds(tmp_path: Path):
+def test_full_hit_renews_odds(tmp_path: Path):
     path = tmp_path / "lpc.safetensors"
     array_file.write(path, predictor({5: 0.9, 6: 0.2}).arrays, {"kind": "lpc"})
     store, ids = jkv.PrefixCache(tmp_path / "s", evict=f"lpc:{path}"), [1] * BLOCK
@@ -149,13 +149,13 @@ def test_a_prompt_that_is_found_whole_renews_its_odds(tmp_path: Path):
         ({"pauses": np.array([2, 1], np.float32)}, "pauses are not in order"),
     ],
 )
-def test_a_predictor_of_other_arrays_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], why: str):
+def test_malformed_predictor_is_refused(tmp_path: Path, arrays: dict[str, np.ndarray], why: str):
     array_file.write(tmp_path / "lpc", predictor().arrays | arrays, {"kind": "lpc"})
     with pytest.raises(FormatError, match=why):
         policy(f"lpc:{tmp_path / 'lpc'}")
 
 
-def test_an_order_that_there_is_not_is_refused(tmp_path: Path):
+def test_unknown_eviction_order_is_refused(tmp_path: Path):
     for text, why in (("lfu", "give lru, or lpc:FILE"), ("belady", "knows what will be asked"), ("lpc:", "lpc:FILE")):
         with pytest.raises(ValueError, match=why):
             policy(text)

@@ -40,7 +40,7 @@ SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("full", NOTED)]  # a c
 
 
 @pytest.mark.parametrize("cache", [SNAP, *SLOW])
-def test_a_prompt_through_a_store_is_the_prompt(tmp_path: Path, cache: str):
+def test_prefix_cache_hit_equals_cold_prefill(tmp_path: Path, cache: str):
     """A new one, one that was there, a shorter one, whose last queries a score may need, and one that leaves it."""
     store, short = jkv.PrefixCache(tmp_path), 128 if cache == SNAP else 192
     for prompt, there in ((LONG, 0), (LONG, 192), (SHORT, short), (FORKED, 128)):
@@ -63,7 +63,7 @@ def found(store: jkv.PrefixCache, cache: str, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("cache", "there"), [("full", 224), pytest.param(SNAP, 64, marks=pytest.mark.slow)])
-def test_the_next_turn_finds_the_answer_where_the_cache_had_it_as_it_was(tmp_path: Path, cache: str, there: int):
+def test_next_turn_reuses_uncompressed_answer(tmp_path: Path, cache: str, there: int):
     """129 tokens and 100 of an answer, for every cache; a turn that leaves the answer has what is before that."""
     store, how = jkv.PrefixCache(tmp_path), dict(max_new_tokens=100, stop_ids=())
     said = jkv.generate(PARAMS, cache, LONG[:129], prefix_cache=store, **how).tokens
@@ -81,7 +81,7 @@ def kept(case: rig.Case) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", rig.ALL, ids=str)
-def test_what_is_not_refused_has_the_cache_of_a_prompt_that_is_read(tmp_path: Path, case: rig.Case):
+def test_every_composition_with_store_equals_cold_prefill(tmp_path: Path, case: rig.Case):
     """The same tokens kept, and the same logits, of a prompt whose beginning another had; what is refused reads it."""
     store, rng = jkv.PrefixCache(tmp_path), np.random.default_rng(8)
     first, other = rng.integers(0, 100, 150).tolist(), rng.integers(0, 100, 60).tolist()
@@ -95,7 +95,7 @@ def test_what_is_not_refused_has_the_cache_of_a_prompt_that_is_read(tmp_path: Pa
     np.testing.assert_allclose(same, logits, atol=1e-5)
 
 
-def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
+def test_prefixes_are_shared_across_rows_and_caches(tmp_path: Path):
     """Ragged rows, one of them too short for a block; what a method notes of a token is not another's."""
     store, rows = jkv.PrefixCache(tmp_path), [LONG, FORKED, LONG[:20]]
     want = jkv.generate(PARAMS, SNAP, rows, max_new_tokens=6)
@@ -116,7 +116,7 @@ def test_rows_share_what_other_caches_and_rows_have_read(tmp_path: Path):
         jkv.prefill(PARAMS, "full", [LONG], prefix_cache="folder")  # type: ignore[arg-type]
 
 
-def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
+def test_lossy_hit_equals_codec_round_trip(tmp_path: Path):
     """A prompt that is found: as the codec coded it, and in a store of exact records that were rounded by it."""
     exact, rounded = jkv.PrefixCache(tmp_path / "a"), jkv.PrefixCache(tmp_path / "b")
     coded = jkv.PrefixCache(tmp_path / "c", codec="cachegen")
@@ -138,7 +138,7 @@ def test_what_a_store_has_rounded_is_what_its_codec_says(tmp_path: Path):
     assert str(want.receipt).endswith("192 of 250 prompt tokens were there")
 
 
-def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_job_and_command_use_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"tokens": x, "max_new_tokens": 5}) + "\n" for x in (LONG, SHORT, FORKED)))
     store = jkv.PrefixCache(tmp_path / "store")
@@ -161,7 +161,7 @@ def test_a_job_and_a_command_read_from_a_store(tmp_path: Path, monkeypatch: pyte
     commands.refused(commands.call(*command, "--prefix-cache-codec", "cachegen"), "give --prefix-cache too")
 
 
-def test_a_method_is_refused_where_later_queries_change_what_it_knows_of_a_token():
+def test_methods_updated_by_later_queries_are_refused():
     """Not where a prompt is compressed once it was read, or where its last queries alone are asked."""
     asked = ("criticalkv", "rkv", "utility", "simlayerkv", "h2o", "smallkv")
     assert [name for name in asked if not kept(rig.CASES[name][0])] == ["h2o", "smallkv"]

@@ -57,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [*CASES[:2], *(pytest.param(x, marks=pytest.mark.slow) for x in CASES[2:])])
-def test_the_estimate_is_near_the_peak_of_the_programs(case):
+def test_estimate_is_near_compiled_peak_memory(case):
     assert 0.8 <= compared(*case) <= 1.8
 
 
@@ -69,7 +69,7 @@ def room_for(monkeypatch, n: int, fresh: bool, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["int8", "snapkv(budget=40, window=8)"])
-def test_a_prompt_that_has_no_room_is_read_in_the_largest_chunks(monkeypatch, text, capsys):
+def test_low_memory_prefills_in_largest_fitting_chunks(monkeypatch, text, capsys):
     read = partial(jkv.generate, PARAMS, text, PROMPT, max_new_tokens=40)
     whole, piecewise = read(), read(chunk=128)
     assert (whole.receipt.chunk, piecewise.receipt.chunk) == (0, 128) and whole.receipt.reading.startswith(
@@ -90,7 +90,7 @@ def test_a_prompt_that_has_no_room_is_read_in_the_largest_chunks(monkeypatch, te
     assert cache.seen.tolist() == [400]
 
 
-def test_a_method_that_needs_the_whole_prompt_gets_it_and_says_so(monkeypatch):
+def test_whole_prompt_methods_are_never_chunked(monkeypatch):
     monkeypatch.setattr(prefill, "spare", lambda over: 1)
     report = jkv.generate(PARAMS, "h2o(budget=40)", PROMPT, max_new_tokens=4).receipt
     assert report.chunk == 0 and report.reading.startswith("whole, as this method needs it: about ")
@@ -99,7 +99,7 @@ def test_a_method_that_needs_the_whole_prompt_gets_it_and_says_so(monkeypatch):
     assert jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4).receipt.chunk == chunking.LEAST
 
 
-def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypatch):
+def test_compiler_out_of_memory_halves_chunk_size(monkeypatch):
     sizes_tried, real = [], prefill.PrefillRunner.prefill
 
     def mine(self):
@@ -115,7 +115,7 @@ def test_where_the_compiler_finds_no_room_half_as_many_tokens_are_read(monkeypat
         jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4, chunk=256)
 
 
-def test_another_error_is_raised_as_it_is(monkeypatch):
+def test_other_errors_propagate(monkeypatch):
     def mine(self):
         raise jax.errors.JaxRuntimeError("lost")
 
@@ -124,7 +124,7 @@ def test_another_error_is_raised_as_it_is(monkeypatch):
         jkv.generate(PARAMS, "int8", PROMPT, max_new_tokens=4)
 
 
-def test_a_mesh_divides_rows_and_heads():
+def test_mesh_divides_memory_estimate():
     """Of four devices, two of which share the heads, each has about a quarter of a block's numbers."""
     one = CacheShape(methods.parse("full"), models.read_config(MOST), 2, 2048, 64, jnp.float32).shapes()
     over = type("", (), {"mesh": type("", (), {"shape": {"data": 2, "model": 2}}), "bytes": lambda _, x: 0})()

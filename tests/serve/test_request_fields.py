@@ -35,7 +35,7 @@ def read(made: Reader, url: str, **body: Any) -> OpenAIRequest:
 
 
 @pytest.mark.parametrize("url", [CHAT, TEXT])
-def test_what_asks_for_nothing_changes_nothing(url: str):
+def test_neutral_field_values_change_nothing(url: str):
     made = reader(new=10)
     body = {"messages": HELLO} if url == CHAT else {"prompt": "hello", "max_tokens": 10}
     plain = read(made, url, **body)
@@ -50,7 +50,7 @@ def test_what_asks_for_nothing_changes_nothing(url: str):
         assert settings in (want.settings, replace(want.settings, top_k=-1)), (name, x)
 
 
-def test_a_template_is_told_what_a_request_or_its_server_says():
+def test_chat_template_kwargs_override_server_settings():
     made = reader()
     template = "{{ messages[0].content }}{{ think }}"
     tokenizer = byte_tokenizer(template).tell(think=1)
@@ -72,12 +72,12 @@ SAYS = [
 
 
 @pytest.mark.parametrize(("url", "body", "says"), SAYS)
-def test_a_refusal_names_the_field_that_was_written(url: str, body: dict[str, Any], says: str):
+def test_refusals_name_request_field(url: str, body: dict[str, Any], says: str):
     with pytest.raises(ValueError, match=says):
         read(reader(context=2048), url, **body)
 
 
-def test_limits_are_those_of_the_context():
+def test_limits_follow_context_length():
     """Any context has room for a prompt or an answer of nearly its length; an answer of no length goes to its end."""
     for context in (2, 3, 64, 2048, 2560, 1 << 20):
         made = Limits.of(context, None, None)
@@ -97,7 +97,7 @@ def test_limits_are_those_of_the_context():
 
 
 @pytest.mark.slow
-def test_a_row_ends_where_the_context_does():
+def test_generation_ends_at_context_length():
     made = reader(context=32)
     (row,) = read(made, CHAT, messages=HELLO).requests
     engine, told = made.engine, []

@@ -110,7 +110,7 @@ def alone() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_generate_by_any_cache(client: openai.OpenAI, alone: Any):
+def test_completions_equal_generate_for_any_cache(client: openai.OpenAI, alone: Any):
     assert [x.id for x in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "jkv"
     i, prompt = 9, PROMPTS[9]
     for cache in ("full", SNAP):
@@ -126,7 +126,7 @@ def test_answers_are_those_of_generate_by_any_cache(client: openai.OpenAI, alone
         assert receipt["bytes_full"] == (len(prompt) + 24) * token * PARAMS.config.layers
 
 
-def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
+def test_streamed_chat_equals_whole_chat(client: openai.OpenAI):
     asked: Any = dict(model="tiny", messages=HELLO, max_tokens=22, temperature=0, stop=["zz"])
     whole = client.chat.completions.create(**asked, n=2)
     text = whole.choices[0].message.content
@@ -149,7 +149,7 @@ def test_a_chat_streams_what_it_says_whole(client: openai.OpenAI):
     assert [x.token for x in logs] == [PARAMS.tokenizer.decode([t]) for t in tokens]
 
 
-def test_a_special_token_is_a_stop_text_everywhere(client: openai.OpenAI, server: Any, monkeypatch: Any):
+def test_special_tokens_work_as_stop_strings(client: openai.OpenAI, server: Any, monkeypatch: Any):
     """Whole and streamed, of generate and of the server: the row ends with it, and its name is no part of the text."""
     asked: Any = dict(max_new_tokens=24, temperature=0.7, seed=5)
     free = jkv.generate(PARAMS, "full", "ab", chat=False, **asked).tokens
@@ -169,7 +169,7 @@ def test_a_special_token_is_a_stop_text_everywhere(client: openai.OpenAI, server
     assert "".join(x.choices[0].text for x in client.completions.create(**asked, stream=True)) == out.text
 
 
-def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
+def test_stream_reports_kept_tokens(client: openai.OpenAI):
     for cache in ("full", SNAP):
         asked: Any = dict(model="tiny", prompt=PROMPTS[9], max_tokens=22, stream=True)
         chunks = list(client.completions.create(**asked, extra_body={"cache": cache, "receipts": True}))
@@ -184,7 +184,7 @@ def test_a_stream_says_what_the_cache_keeps_as_it_goes(client: openai.OpenAI):
         assert sum(bool(getattr(x.choices[0], "receipt", None)) for x in plain) == 1
 
 
-def test_the_page_names_nobody_else(server: Any):
+def test_page_is_self_contained(server: Any):
     line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     line.request("GET", "/")
     with line.getresponse() as got:
@@ -199,7 +199,7 @@ def test_the_page_names_nobody_else(server: Any):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-def test_the_page_streams_an_answer_and_maps_its_cache(
+def test_page_streams_answer_and_cache_map(
     client: openai.OpenAI, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said = client.chat.completions.create(
@@ -255,7 +255,7 @@ def test_the_page_streams_an_answer_and_maps_its_cache(
         assert ask("full").startswith("20 tokens in ")
 
 
-def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
+def test_receipt_names_store_codec(tmp_path: Path):
     store = jkv.PrefixCache(tmp_path, codec="cachegen(level=2)")
     engine, prompt = Engine(PARAMS, LIMITS, prefix_cache=store), np.arange(64, dtype=np.int32)
     for found, codec in ((0, ""), (48, "cachegen(level=2)")):
@@ -272,7 +272,7 @@ def test_a_receipt_says_what_rounded_the_keys_that_a_store_had(tmp_path: Path):
         assert (receipt.reused, receipt.store_codec) == (found, codec)
 
 
-def test_a_client_that_reads_slowly_gets_the_newest_receipt_of_each_row():
+def test_slow_client_gets_latest_receipt_per_row():
     def kept(seen: int) -> Kept:
         ticket = Ticket(
             Request(line=1, id=1, tokens=np.zeros(1, np.int32), settings=SamplingParams()), parse("full"), print
@@ -300,7 +300,7 @@ def test_a_client_that_reads_slowly_gets_the_newest_receipt_of_each_row():
 
 
 @pytest.mark.slow
-def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
+def test_logprobs_equal_score(client: openai.OpenAI):
     prompt = "abcdefgh"
     said = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=3, echo=True)
     found = said.choices[0].logprobs
@@ -324,7 +324,7 @@ def test_log_probabilities_are_those_of_score(client: openai.OpenAI):
     assert alone.choices[1].logprobs.token_logprobs[1:] == pytest.approx(scored.logprobs, abs=1e-4)
 
 
-def test_offsets_are_places_in_the_text_where_characters_have_two_tokens(client: openai.OpenAI):
+def test_text_offsets_are_character_positions(client: openai.OpenAI):
     prompt = "cdéf€g"
     said = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, logprobs=0, echo=True)
     found = said.choices[0].logprobs
@@ -332,13 +332,13 @@ def test_offsets_are_places_in_the_text_where_characters_have_two_tokens(client:
     assert found.text_offset == [0, 1, 2, 2, 3, 4, 4, 4, 5]
 
 
-def test_a_prompt_that_is_echoed_alone_is_not_answered(client: openai.OpenAI):
+def test_echo_without_new_tokens_returns_prompt(client: openai.OpenAI):
     said = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True, n=2)
     assert [x.text for x in said.choices] == ["abc"] * 2
     assert said.usage.completion_tokens == 0 and said.usage.prompt_tokens == said.usage.total_tokens == 3
 
 
-def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, alone: Any):
+def test_concurrent_answers_equal_generate(client: openai.OpenAI, server: Any, alone: Any):
     """Rows come and go at different lengths, through two caches, and each has the text that it gets alone."""
     caches = ["full", SNAP]
     before = server.metrics.new._value.get()
@@ -363,7 +363,7 @@ def test_many_clients_at_once_lose_nothing(client: openai.OpenAI, server: Any, a
     assert set(server.engine.running.values()) == {0} and not server.engine.waiting
 
 
-def test_load_is_counted_answer_by_answer(server: Any, monkeypatch: pytest.MonkeyPatch):
+def test_load_benchmark_counts_answers(server: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(under, "WORDS", (3, 6))
     before = server.metrics.new._value.get()
     answers, held, _ = under.load(server.port, os.getpid(), "tiny", ["full", SNAP], clients=4, seconds=1.0, new=10)
@@ -427,7 +427,7 @@ GOOD = json.dumps({"prompt": "a", "max_tokens": 3, "stop": ["b"], "stream": Fals
 CUT = [GOOD[:i].encode() for i in range(1, len(GOOD))]
 
 
-def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.OpenAI, server: Any, tmp_path: Path):
+def test_malformed_requests_are_refused_without_side_effects(client: openai.OpenAI, server: Any, tmp_path: Path):
     assert len(BAD_TEXTS) + len(CUT) + len(BAD_CHATS) + len(ELSEWHERE) >= 200
     for path, bodies in ((TEXTS, [*BAD_TEXTS, *CUT]), (CHATS, BAD_CHATS)):
         for body in bodies:
@@ -456,7 +456,7 @@ def test_what_is_malformed_is_refused_and_nothing_else_happens(client: openai.Op
     assert not any('status="5' in x for x in told) and not any("other" in x and "models" in x for x in told)
 
 
-def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_again(
+def test_disconnect_frees_row_and_full_queue_sends_retry_after(
     client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
 ):
     advance, delay = Running.advance, 0.2
@@ -488,9 +488,7 @@ def test_a_client_that_goes_frees_its_row_and_a_full_queue_says_when_to_come_aga
         assert len(many.result().choices) == 40
 
 
-def test_a_batch_that_fails_takes_its_rows_and_no_others(
-    client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_batch_fails_only_its_rows(client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch):
     """Its rows get status 500, and the next ones a new batch."""
 
     def fails(self: Running) -> Any:
@@ -512,7 +510,7 @@ def test_a_batch_that_fails_takes_its_rows_and_no_others(
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
 
 
-def test_only_who_bears_the_token_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_access_needs_bearer_token_or_local_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def inside(scope: Any, receive: Any, send: Any) -> None:
         scope["endpoint"] = inside
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -545,7 +543,7 @@ def test_only_who_bears_the_token_is_answered(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_process_answers_what_has_begun_after_sigterm(tmp_path: Path):
+def test_sigterm_finishes_running_requests(tmp_path: Path):
     model = ggufs.tiny(tmp_path / "m.gguf")
     command = [sys.executable, "-m", "jkv.cli", "serve", "--model", str(model), "--name", "m", "--port", "0"]
     command += ["--prompt-tokens-limit", "64", "--new-tokens-limit", "60", "--rows", "2"]
@@ -581,7 +579,7 @@ def told(engine: Engine, cache: str, prompt: str | list[int], top: int | None = 
 
 
 @pytest.mark.slow
-def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], monkeypatch: Any):
+def test_drafts_change_no_token(capfd: pytest.CaptureFixture[str], monkeypatch: Any):
     metrics = Metrics()
     prompt, how = "abcabcabcabcabcabc", dict(max_new_tokens=24)
     engine = Engine(PARAMS, LIMITS, metrics.watch(), drafter="recycle")
@@ -618,7 +616,7 @@ def test_a_server_that_drafts_says_the_same(capfd: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.slow
-def test_the_next_turn_finds_what_the_server_has_said(tmp_path: Path):
+def test_next_turn_reuses_served_answer(tmp_path: Path):
     engine = Engine(PARAMS, replace(LIMITS, prompt=128), prefix_cache=jkv.PrefixCache(tmp_path))
     engine.start(engine.maker.usable(parse("full")))
     try:
@@ -630,7 +628,7 @@ def test_the_next_turn_finds_what_the_server_has_said(tmp_path: Path):
         engine.stop()
 
 
-def test_what_a_server_cannot_draft_with_is_refused_and_what_it_cannot_verify_is_told_once():
+def test_unsupported_drafts_are_refused_or_reported_once():
     said: list[tuple[str, str]] = []
     with pytest.raises(ValueError, match="rows of a batch come and go"):
         Engine(PARAMS, LIMITS, drafter="triforce(tokens=512)")

@@ -50,7 +50,7 @@ def of_spaces(words: list[str], merges=(), prefix: bool = True) -> Tokenizer:
     return Tokenizer(core, bos_id=core.token_to_id("<s>"), eos_ids=[core.token_to_id("</s>")])
 
 
-def test_the_bytes_of_tokens_are_those_of_their_text():
+def test_token_bytes_join_to_their_text():
     text = "a b\n\u00e9\u20ac~"
     for tokenizer in (of_bytes(), of_spaces(["ab~"], prefix=False)):
         found = pieces(tokenizer)
@@ -58,7 +58,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text():
     assert found[-1] is None and found[10] == b"\n"  # </s>, and a byte alone
 
 
-def test_one_vocabulary_is_translated_to_itself():
+def test_same_vocabulary_translates_to_itself():
     merges = [("t", "h"), ("th", "e")]
     one, ids = (
         Translation(of_bytes(merges=merges), of_bytes(merges=merges)),
@@ -69,7 +69,7 @@ def test_one_vocabulary_is_translated_to_itself():
     assert one.translate(ids, [0.5] * len(ids)) == (ids, [0.5] * len(ids)) and not one.grams
 
 
-def test_tokens_that_the_model_has_in_one_are_learned_once_it_gives_them():
+def test_merged_tokens_are_learned_from_model_output():
     """st + amps, as in the paper: two tokens before, one after, of the product of their probabilities."""
     own = of_bytes(merges=[("s", "t"), ("a", "m"), ("am", "p"), ("amp", "s"), ("st", "amps"), ("o", "w")])
     other = of_bytes(np.roll(np.arange(256), 7), merges=[("s", "t"), ("a", "m"), ("am", "p"), ("amp", "s")])
@@ -87,7 +87,7 @@ def test_tokens_that_the_model_has_in_one_are_learned_once_it_gives_them():
     assert [*few.grams.values()] == own.within("ow")
 
 
-def test_a_token_that_the_model_has_not_becomes_several_of_it():
+def test_unknown_tokens_split_into_model_tokens():
     own, other = of_bytes(), of_bytes(merges=[("a", "b")])
     ids, each = Translation(own, other).translate(other.within("xab"), [0.5, 0.25])
     assert ids == own.within("xab") and each == [0.5, 0.25, 1.0]
@@ -95,7 +95,7 @@ def test_a_token_that_the_model_has_not_becomes_several_of_it():
     assert Translation(of_spaces(["x\u00e9"], prefix=False), half).translate(half.within("x"), [1.0])[0]
 
 
-def test_text_that_goes_on_gets_no_space_before_it():
+def test_continuation_gets_no_leading_space():
     own, other = of_bytes(), of_spaces(["the lamp"])
     one = Translation(own, other)
     assert one.begins and one.text_of(one.within("the lamp")) == b"the lamp"
@@ -103,14 +103,14 @@ def test_text_that_goes_on_gets_no_space_before_it():
     assert split_partial("a\u20ac".encode()[:-1]) == ("a", "\u20ac".encode()[:2]) and split_partial(b"a") == ("a", b"")
 
 
-def test_words_that_only_pad_a_model_are_no_tokens_of_the_other():
+def test_vocabulary_padding_maps_to_no_token():
     one = Translation(of_bytes(), of_bytes(), words=(320, 300))
     assert one.read([*one.model.within("a"), 319]) == b"a" and one.text_of([299]) == b""
     assert one.translate([*one.drafter.within("a"), 299], [0.5, 0.5]) == (one.model.within("a"), [0.5])
     assert pieces(Tokenizer(tokenizers.Tokenizer(BPE({"a": 0, "b": 9}, [])))) == [b"a", *[None] * 8, b"b"]
 
 
-def test_text_that_goes_on_with_a_line_is_whole():
+def test_continuation_keeps_leading_newline():
     one = Translation(of_bytes(), of_spaces(["\nab0"], [("\n", "\n"), ("0", "\n")]))
     assert one.begins and [one.text_of(one.within(x)) for x in ("\nab", "ab", "\n\n")] == [b"\nab", b"ab", b"\n\n"]
 
@@ -138,7 +138,7 @@ def asking(own: Tokenizer, other: Tokenizer) -> tuple[Across, Asked]:
     return one, asked
 
 
-def test_a_character_of_several_tokens_stays_one():
+def test_multi_token_characters_stay_whole():
     own = of_bytes()
     text = "\u65e5\u672c\u8a9e\u65e5\u672c\u8a9eabc\U0001f600\U0001f600"
     ids = own.within(text)
@@ -152,7 +152,7 @@ def test_a_character_of_several_tokens_stays_one():
         assert at.sure + at.open == [*marks, *ids]
 
 
-def test_nothing_is_guessed_where_no_text_is_new_or_none_fits():
+def test_no_guess_without_new_text_or_context():
     own = of_bytes()
     one, asked = asking(own, own)
     a = own.within("a")
@@ -168,7 +168,7 @@ def test_nothing_is_guessed_where_no_text_is_new_or_none_fits():
     assert one.propose([row], 4)[0].ids == [] and not one.newest  # or odds would learn of it again
 
 
-def test_of_a_guess_stays_what_is_behind_known_tokens():
+def test_guess_continues_known_tokens_or_is_empty():
     """A row that has drawn "b" while others were behind; nothing, if the guess says other tokens."""
     own = of_bytes()
     one, asked = asking(own, own)
@@ -180,7 +180,7 @@ def test_of_a_guess_stays_what_is_behind_known_tokens():
     assert asked.rows == [own.within("ax")] * 2 and one.newest[0][:2] == (2, asked.guess)
 
 
-def test_a_branch_reads_on_from_where_its_drafter_is():
+def test_branch_continues_from_drafter_state():
     own = of_bytes()
     one, asked = asking(own, own)
     row = own.within("the lamp")
@@ -193,7 +193,7 @@ def test_a_branch_reads_on_from_where_its_drafter_is():
 
 
 @pytest.mark.parametrize("cut", [1, 3, 8, 20])
-def test_a_drafter_reads_the_text_however_it_arrives(cut: int):
+def test_drafter_tokens_spell_text_at_any_split(cut: int):
     """Its tokens make the text, of characters that are whole."""
     own, other = of_bytes(), of_spaces(["the lamp \u00e9\u20ac"], [("t", "h"), ("th", "e"), ("\u2581", "the")])
     one, ids = Across(random(TINY), Translation(own, other)), own.within("lamp \u00e9\u20ac the the lamp \u20ac" * 3)
@@ -207,7 +207,7 @@ def test_a_drafter_reads_the_text_however_it_arrives(cut: int):
 
 
 @pytest.mark.slow
-def test_a_model_whose_tokens_stand_in_another_order_guesses_as_itself_does(monkeypatch):
+def test_permuted_vocabulary_drafts_are_all_accepted(monkeypatch):
     """The same weights: all guesses come, as the map is exact. Text alone is generated: other tokens have no logit."""
     monkeypatch.setattr(generate, "Drafting", partial(Drafting, clock=lambda: 0.0))
     order = np.random.default_rng(1).permutation(256)
@@ -230,7 +230,7 @@ def test_a_model_whose_tokens_stand_in_another_order_guesses_as_itself_does(monk
     assert got.tokens == want.tokens
 
 
-def test_odds_learn_what_a_probability_is_worth():
+def test_odds_calibrate_draft_probabilities():
     odds, rng = Odds(), np.random.default_rng(0)
     for _ in range(2000):
         q = rng.random()
@@ -243,7 +243,7 @@ def test_odds_learn_what_a_probability_is_worth():
     assert one == other and one.along([0.9, 0.9])[1] == pytest.approx(one.of(0.9) ** 2)
 
 
-def test_models_with_one_tokenizer_and_unlike_words_share_their_tokens():
+def test_padded_models_of_one_tokenizer_share_tokens():
     hf = dict(TINY, num_hidden_layers=1)
     own, padded = (replace(random(dict(hf, vocab_size=n)), tokenizer=of_bytes()) for n in (256, 320))
     for one, other in ((own, padded), (padded, own)):
@@ -255,7 +255,7 @@ def test_models_with_one_tokenizer_and_unlike_words_share_their_tokens():
     assert len(build_drafter(other, padded).translation.model_bytes) == 320  # type: ignore
 
 
-def test_what_cannot_guess_is_refused_by_name():
+def test_unsuitable_drafters_are_refused():
     params = replace(random(dict(TINY, vocab_size=256)), tokenizer=of_bytes())
     with pytest.raises(ValueError, match="its model has 300 words and this one 256; give one of the same words, or"):
         build_drafter(random(dict(TINY, vocab_size=300)), params)

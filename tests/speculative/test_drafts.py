@@ -38,7 +38,7 @@ def still(monkeypatch):
         monkeypatch.setattr(module, "Drafting", partial(Drafting, clock=lambda: 0.0))
 
 
-def test_suffix_follows_what_came_after_the_same_words():
+def test_suffix_continues_repeated_tokens():
     """The oracles of the method: ABCAB gives CA by two tokens, ABCABCAB gives CAB by five."""
     one, two = Suffix().propose([[A, B, C, A, B], [A, B, C, A, B, C, A, B]], 8)
     assert (one.ids, one.chance, one.parent) == ([C, A], [0.5, 0.5], [-1, 0])
@@ -47,7 +47,7 @@ def test_suffix_follows_what_came_after_the_same_words():
 
 
 @pytest.mark.parametrize("depth", [64, 7])
-def test_suffix_is_brute_force_over_all_matches(depth: int):
+def test_suffix_matches_brute_force(depth: int):
     """A match and what follows it are no longer than the depth; of equally frequent tokens the one that came first."""
     rng = np.random.default_rng(0)
     for _ in range(40):
@@ -71,7 +71,7 @@ def test_suffix_is_brute_force_over_all_matches(depth: int):
         assert (got.ids, sum(got.chance)) == (best[0], pytest.approx(best[1]))
 
 
-def test_suffix_remembers_earlier_outputs_and_forgets_the_oldest():
+def test_suffix_remembers_outputs_and_evicts_oldest():
     one = Suffix(limit=6)
     one.begin([[A, B]], 4)
     one.end([[A, B, 40, 41, 42, 43]])
@@ -83,7 +83,7 @@ def test_suffix_remembers_earlier_outputs_and_forgets_the_oldest():
     assert one.propose([[9, 8, 43]], 8)[0].ids == []  # another output follows, and it is no continuation
 
 
-def test_recycling_reads_the_table_level_by_level():
+def test_recycling_reads_table_level_by_level():
     one = Recycling(100)
     assert one.propose([[7]], 3)[0] == Guess([0, 0, 0], template(3)[0], [0.0] * 3)
     best = np.asarray([[[4, 5, 6, 0, 1, 2, 3, 9], [8, 9, 1, 2, 3, 4, 5, 6], [9] * 8]])
@@ -96,7 +96,7 @@ def test_recycling_reads_the_table_level_by_level():
     assert one.table[-1].tolist() == [0] * 8 and got.chance == [*expected[:3], 0.0]  # 8 is new
 
 
-def test_recycling_learns_of_rows_what_is_new_in_them():
+def test_recycling_learns_only_new_tokens_of_rows():
     """Rows that go on in their places are not read again, or the order of what a pass told would be lost."""
     one = Recycling(100)
     one.begin([[7, 4, 5], [9, 8]], 9)
@@ -111,7 +111,7 @@ def test_recycling_learns_of_rows_what_is_new_in_them():
     assert one.table[7, :3].tolist() == [4, 6, 5]
 
 
-def test_a_branch_of_recycling_learns_nothing_of_rows_that_may_be_refused():
+def test_recycling_branch_learns_no_unverified_tokens():
     one = Recycling(100)
     one.begin([[7, 4]], 9)
     branch = one.branch([[7, 4, 5]])
@@ -122,7 +122,7 @@ def test_a_branch_of_recycling_learns_nothing_of_rows_that_may_be_refused():
     assert one.table[5, 0] == 9 and one.table[7, 0] == 3  # the table is one
 
 
-def test_a_branch_goes_on_with_what_its_drafter_knows_of_costs(monkeypatch):
+def test_branch_shares_pace_of_its_drafter(monkeypatch):
     monkeypatch.setattr(Through, "_reads", lambda *_, **__: None)
     one = Through(PARAMS, behind=Suffix())
     assert one.branch([[1]]).pace is one.pace
@@ -151,7 +151,7 @@ def state_of(count: int, fill: int, alive: list[bool]) -> Any:
     return SimpleNamespace(count=count, alive=np.asarray(alive), cache=cache, out=out, logits=logits, used=None)
 
 
-def test_no_pass_is_longer_than_tokens_can_come():
+def test_passes_are_bounded_by_window_and_answer_length():
     """Until the window is full, or the answer: 20 entries, of which 4 stay after a flush."""
     found = []
 
@@ -174,7 +174,7 @@ def test_no_pass_is_longer_than_tokens_can_come():
     assert found == [5, 8, 8, 0]
 
 
-def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
+def test_ended_rows_are_neither_drafted_nor_learned(monkeypatch):
     """And what a guess takes has in it what is told before it."""
     monkeypatch.setattr(decoding, "drafts", lambda guesses, *_: None)
     told, now = Told(100), iter(range(100))
@@ -193,7 +193,7 @@ def test_rows_that_have_ended_are_neither_asked_nor_told_of(monkeypatch):
     assert run.drafted == 1 and run.alone == 3 and pace.guesses[-1] == 2
 
 
-def test_a_row_without_what_it_was_known_to_go_on_with_is_not_read_again():
+def test_row_without_its_known_tokens_is_not_relearned():
     one = Recycling(100)
     one.propose([[1, 2, 3, 4, 5]], 3, SimpleNamespace(known=[[4, 5]]))  # type: ignore
     one.learn(np.asarray([[1]]), np.arange(9, 17)[None, None])
@@ -203,7 +203,7 @@ def test_a_row_without_what_it_was_known_to_go_on_with_is_not_read_again():
     assert one.table[1].tolist() == [2, *range(9, 16)]
 
 
-def test_what_is_known_stays_until_it_has_come():
+def test_known_tokens_persist_until_emitted():
     """Through passes that reach less far, and steps; it is counted once, and no guess is longer than can come."""
     first, *more = [np.asarray(x) for x in ([2, 2], [[-1], [3]], [1, 2])]
     verdict = SimpleNamespace(ids=np.zeros((2, 2)), alone=more[1], known=more[0], top=None)
@@ -222,7 +222,7 @@ def test_what_is_known_stays_until_it_has_come():
     assert run.known == [[], [7, 6]]
 
 
-def test_a_guess_is_charged_what_it_took():
+def test_guess_time_is_charged():
     """The first one, which compiles too, as if it were the second one again."""
     pace = Pace()
     for n in (10, 5):  # a step takes a second, and a look nothing
@@ -235,7 +235,7 @@ def test_a_guess_is_charged_what_it_took():
     assert pace.lost == 4.75 + 3.0 - pace._guessing  # the rest is in the cost of the pass
 
 
-def test_a_step_and_what_a_look_takes_are_told_apart_by_strides_of_unlike_lengths():
+def test_unequal_strides_separate_step_and_look_costs():
     """A stride of n takes o + n b: until two lengths are known, a look is taken for 0.2 steps."""
     one, two = Pace(), Pace()
     one.stepped(4.2, 4, paused=False)
@@ -245,7 +245,7 @@ def test_a_step_and_what_a_look_takes_are_told_apart_by_strides_of_unlike_length
     assert (two.step, two.look) == pytest.approx((2.0, 0.3))
 
 
-def test_a_busy_moment_when_steps_were_measured_is_found_out():
+def test_pace_recovers_from_slow_step_measurement():
     """A step that seemed to take four makes every pass look as if it gained."""
     pace, took, at = Pace(), [0.0], [0]
     pace.stepped(16.0, 4, paused=False)
@@ -261,7 +261,7 @@ def test_a_busy_moment_when_steps_were_measured_is_found_out():
     assert sum(took[101:]) < 1.05 * (at[-1] - at[100])
 
 
-def test_the_tree_has_the_likeliest_nodes_parents_first():
+def test_tree_has_likeliest_nodes_parents_first():
     for n in (1, 2, 7, 30):
         parent, rank, expected = template(n)
         assert len(parent) == len(expected) == n and all(p < i for i, p in enumerate(parent)) and rank[0] == 0
@@ -272,7 +272,7 @@ def chain(*chance: float) -> Guess:
     return Guess(range(len(chance)), range(-1, len(chance) - 1), chance)
 
 
-def test_the_width_of_a_pass_is_that_of_most_tokens_in_its_time():
+def test_pass_width_maximizes_token_rate():
     """c(n) = 1 + 0.2 (n - 1): of chances a, a^2 ... the best n of (1 + a + ... + a^(n-1)) / c(n), by hand."""
     pace, powers = Pace(waited=-99), lambda a: chain(*(a**d for d in range(1, 8)))
     for n in (16, 8, 16):
@@ -287,7 +287,7 @@ def test_the_width_of_a_pass_is_that_of_most_tokens_in_its_time():
     assert pace.width([powers(0.75)]) == 0
 
 
-def test_a_width_that_was_not_measured_lies_on_a_line_through_the_nearest_one():
+def test_unmeasured_width_cost_is_linear_from_nearest():
     for width, at, want in ((8, 2.4, {2: 1.2, 4: 1.6, 8: 2.4}), (2, 1.1, {4: 1.3, 8: 1.7}), (2, 3.0, {4: 3.4, 8: 4.2})):
         pace = Pace(passes={width: deque([10 * at])})
         for n in (16, 8):
@@ -295,7 +295,7 @@ def test_a_width_that_was_not_measured_lies_on_a_line_through_the_nearest_one():
         assert {n: pace.cost(n) for n in want} == pytest.approx(want)
 
 
-def test_what_has_misled_is_believed_less_and_tried_again_later():
+def test_misleading_guesses_are_retried_less_often():
     pace, tries = Pace(), []
     pace.stepped(160.0, 16, paused=False)
     pace.passed(24.0, 8, SURE, 7)
@@ -316,7 +316,7 @@ def test_what_has_misled_is_believed_less_and_tried_again_later():
     assert pace.patience == 8 and pace.stride == 1 and pace.width([SURE.best(2)]) > 0
 
 
-def test_one_slow_pass_is_no_verdict():
+def test_one_slow_pass_does_not_stop_drafting():
     """Of a busy moment: it is tried again once the others may lose as much, and the median tells."""
     pace, widths = Pace(), []
     pace.stepped(4.0, 4, paused=False)
@@ -359,7 +359,7 @@ def test_drafting_is_never_below_095_of_plain_decoding(row: float, right: float 
             assert new / took > 1.5
 
 
-def test_of_two_drafters_the_one_that_offers_more_guesses():
+def test_combined_drafter_takes_higher_offer():
     """Row by row; the second is asked only where the first offers less than the second did; both are told of tokens."""
     asked, told = [], []
 
@@ -390,7 +390,7 @@ def test_of_two_drafters_the_one_that_offers_more_guesses():
     assert not Either(one, Through(PARAMS)).rows_change
 
 
-def test_a_second_drafter_that_had_nothing_at_first_is_asked_again():
+def test_second_drafter_is_retried_after_empty_offer():
     both = Either(Suffix(), Recycling(100))
     both.propose([[1, 2, 3, 4, 5]], 4)
     assert both.offers == 0
@@ -399,7 +399,7 @@ def test_a_second_drafter_that_had_nothing_at_first_is_asked_again():
 
 
 @pytest.mark.parametrize("draft", ["suffix", "recycle", "suffix(alpha=2.0, p_min=0.2)", "suffix | recycle"])
-def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
+def test_drafts_change_no_token_and_appear_in_receipt(draft: str):
     for options in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         how = {"max_new_tokens": 40, "stop_ids": (), **options}
         want = jkv.generate(PARAMS, "snapkv(budget=32, window=8)", TEXT, **how)
@@ -409,7 +409,7 @@ def test_drafts_change_no_token_and_are_in_the_receipt(draft: str):
         assert got.receipt.passes + got.receipt.drafted_taken == 40 and "tokens a pass" in str(got.receipt)
 
 
-def test_a_drafter_of_mine_is_asked_and_told():
+def test_custom_drafter_proposes_and_learns():
     class Mine(Recycling):
         asked = 0
 
@@ -427,7 +427,7 @@ def test_a_drafter_of_mine_is_asked_and_told():
     assert mine.asked == got.receipt.passes - 4 < 40 / 6 and mine.table.any()
 
 
-def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
+def test_tokens_drawn_ahead_of_other_rows_begin_next_draft():
     """Guesses that fail once in seven tokens, in each row elsewhere: together they take less than the sum of passes."""
     texts = [[b, *TEXT] for b in range(4)]
     how = {"max_new_tokens": 70, "stop_ids": ()}
@@ -450,7 +450,7 @@ def test_what_a_row_drew_while_another_was_behind_begins_its_next_draft():
     assert got.receipt.passes <= 30  # 45 if each row began anew
 
 
-def test_a_model_guesses_behind_what_is_known_of_each_row():
+def test_draft_model_continues_known_tokens():
     texts, known = [[7, *TEXT], TEXT, [9, 8]], [[3, 1, 4], [], [5]]
     params = random(TINY, 1)
 
@@ -465,7 +465,7 @@ def test_a_model_guesses_behind_what_is_known_of_each_row():
         np.testing.assert_allclose(odds, chance, rtol=1e-4)
 
 
-def test_a_smaller_model_guesses_and_the_larger_one_decides():
+def test_draft_model_changes_no_token():
     """The model itself is always right, but for ties; another one of random weights hardly ever."""
     how = {"max_new_tokens": 40, "stop_ids": ()}
     for rows in (TEXT, [TEXT, [3, 4, 5]]):
@@ -477,7 +477,7 @@ def test_a_smaller_model_guesses_and_the_larger_one_decides():
 
 
 @pytest.mark.slow
-def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_for_that():
+def test_draft_caches_and_chained_drafters_change_no_token():
     """Of one that holds everything all guesses are right; no cache, and nothing behind it, changes a token."""
 
     class Behind(Suffix):
@@ -500,7 +500,7 @@ def test_the_model_itself_guesses_through_a_cache_and_what_is_behind_it_guesses_
     assert behind.asked > 1  # if nothing was compiled: what runs for the first time is no measure
 
 
-def test_what_a_branch_reads_leaves_its_drafter_as_it_is():
+def test_branch_leaves_drafter_unchanged():
     rows, one = [TEXT, TEXT[:7]], Through(PARAMS, parse("streaming(budget=48, recent=16)"))
     one.begin(rows, 40)
     sure = [[*row, 3] for row in rows]
@@ -514,7 +514,7 @@ def test_what_a_branch_reads_leaves_its_drafter_as_it_is():
     assert [x.ids for x in got] == [x.ids for x in again]
 
 
-def test_stop_texts_and_ids_end_a_row_inside_a_pass():
+def test_stop_ids_end_row_inside_pass():
     want = jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=())
     end = want.tokens[11]
     for draft in (None, "suffix", "recycle"):
@@ -522,7 +522,7 @@ def test_stop_texts_and_ids_end_a_row_inside_a_pass():
         assert got.tokens == want.tokens[: want.tokens.index(end) + 1]
 
 
-def test_with_texts_that_stop_a_row_ends_where_it_does_without_drafts():
+def test_stop_strings_end_drafted_rows_at_same_token():
     params = replace(random(dict(TINY, vocab_size=256)), tokenizer=commands.tokenizer())
     how = {"max_new_tokens": 60, "stop_ids": ()}
     plain = jkv.generate(params, None, "abcabcabc" * 5, **how)
@@ -569,7 +569,7 @@ class Failing(Suffix):
         ("end", 1, KeyError("row"), "KeyError: 'row'"),
     ],
 )
-def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where, nth, error, why):
+def test_failed_drafter_is_dropped_and_reported_in_receipt(where, nth, error, why):
     how = {"max_new_tokens": 40, "stop_ids": ()}
     want = jkv.generate(PARAMS, None, TEXT, **how)
     one = Failing(where, nth, error)
@@ -582,13 +582,13 @@ def test_a_drafter_that_fails_is_left_out_and_its_error_is_in_the_receipt(where,
         assert one.left["propose"] == 0  # nobody asked again
 
 
-def test_who_interrupts_a_drafter_interrupts_the_generation():
+def test_interrupt_in_drafter_propagates():
     one = Failing("propose", 1, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         jkv.generate(PARAMS, None, TEXT, max_new_tokens=40, stop_ids=(), drafter=one)
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_invalid_drafts_are_refused():
     for draft, why in (
         ("sufix", "did you mean 'suffix'"),
         ("tree", "one of suffix, recycle"),

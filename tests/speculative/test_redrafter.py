@@ -82,7 +82,7 @@ def taught(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heat", [{}, {"temperature": 0.8, "seed": 4}])
-def test_its_guesses_change_no_token(naive, taught, heat):
+def test_drafts_change_no_token(naive, taught, heat):
     how = {"max_new_tokens": 40, "stop_ids": (), **heat}
     want = jkv.generate(PARAMS, "int8", [TEXT, [3, 4, 5]], **how)
     for folder in (naive, taught):
@@ -92,7 +92,7 @@ def test_its_guesses_change_no_token(naive, taught, heat):
 
 
 @pytest.mark.slow
-def test_what_it_knows_by_heart_comes(taught):
+def test_memorized_continuation_is_accepted(taught):
     got = jkv.generate(PARAMS, "int8", TEXT, max_new_tokens=40, stop_ids=(), drafter=Distilled(PARAMS, taught))
     assert got.receipt.passes <= 20 and got.receipt.drafted_taken >= 20
 
@@ -127,7 +127,7 @@ def by_hand(net: Net, params, own, u, newest, known, most, odds):
 @pytest.mark.parametrize("odds", [Odds(), Odds(bias=0.5, slope=3.0)])
 @pytest.mark.parametrize("known", [[], [3, 4]])
 @pytest.mark.parametrize("newest", [[7, 8, 9, 4], [7, 8, -1, -1]])
-def test_a_chain_is_the_formula_step_by_step(odds, known, newest):
+def test_chain_matches_formula(odds, known, newest):
     """Sharpened, so that chains are long; of some words, and of one row that stops before the other."""
     rng, words = np.random.default_rng(1), np.arange(20, 100)
     net = start(WIDTH, 12, 5)
@@ -158,7 +158,7 @@ def head(params, u, words):
     return (u * np.asarray(params.norm, np.float64)) @ table[words].T
 
 
-def test_hidden_numbers_are_found_in_logits():
+def test_hidden_states_are_recovered_from_logits():
     """Also where fewer words than numbers tell some of them only: as much as tells the logits."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=PARAMS.embed.shape), jnp.float32)
@@ -174,7 +174,7 @@ def test_hidden_numbers_are_found_in_logits():
 
 
 @pytest.mark.slow
-def test_it_reads_what_is_known_and_rows_that_ended_get_nothing(taught):
+def test_known_tokens_are_read_and_ended_rows_get_no_draft(taught):
     one = Distilled(PARAMS, taught)
 
     class Verifier:
@@ -189,7 +189,7 @@ def test_it_reads_what_is_known_and_rows_that_ended_get_nothing(taught):
     assert guesses[0].chance == pytest.approx(one.odds.along(one.newest[0][2]))
 
 
-def test_a_folder_holds_eight_bits_a_weight(naive):
+def test_folder_stores_eight_bits_per_weight(naive):
     arrays, _ = trained_weights.read(naive, METHOD)
     net, words = unpacked(arrays, PARAMS, naive)
     before = start(WIDTH, 16, 3)
@@ -203,7 +203,7 @@ def test_a_folder_holds_eight_bits_a_weight(naive):
     )
 
 
-def test_it_is_for_one_model(naive):
+def test_drafter_is_bound_to_its_model(naive):
     other = replace(PARAMS, norm=PARAMS.norm + 1)
     with pytest.raises(ValueError, match="were trained for the model"):
         build_drafter(f"drafter(folder={naive!r})", other)
@@ -219,7 +219,7 @@ def test_it_is_for_one_model(naive):
     assert build_batch_drafter(f"drafter(folder={naive!r})", PARAMS).rows_change
 
 
-def test_folders_of_something_else_are_refused(naive, tmp_path):
+def test_foreign_folders_are_refused(naive, tmp_path):
     trained_weights.write(
         tmp_path / "gate", {"a": np.zeros(2)}, {"method": "trimkv", "model": trained_weights.identities(PARAMS)}
     )
@@ -244,7 +244,7 @@ def test_folders_of_something_else_are_refused(naive, tmp_path):
             Distilled(PARAMS, str(tmp_path / name))
 
 
-def test_one_that_comes_with_jkv_is_found_by_name(naive, tmp_path, monkeypatch):
+def test_shipped_drafter_is_found_by_name(naive, tmp_path, monkeypatch):
     monkeypatch.setattr(trained_weights, "SHIPPED", tmp_path)
     written(tmp_path / "tiny-drafter", start(WIDTH, 16, 3))
     made = build_drafter("drafter", PARAMS)
@@ -256,7 +256,7 @@ def test_one_that_comes_with_jkv_is_found_by_name(naive, tmp_path, monkeypatch):
     assert all(same)
 
 
-def test_models_of_every_kind_of_block_have_what_a_drafter_needs():
+def test_chains_run_for_attention_and_mamba_models():
     mamba = dict(model_type="mamba2", vocab_size=100, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16)
     for config in (mamba | {"n_groups": 1}, TINY):
         own = ends(random(config), np.arange(4))

@@ -63,7 +63,7 @@ def after(verifier: Any, n: int) -> np.ndarray:
     return np.asarray(decode_loop.run_blocks(verifier.params, state, verifier.sampling, jnp.int32(n)).out)[:, :n]
 
 
-def test_a_copy_is_the_first_page_and_those_of_the_best_mean_keys():
+def test_copy_holds_first_page_and_best_mean_key_pages():
     """Of each page the mean of the dots with the next token's queries, summed over a group, in float64; the last page
     is a part of one. What is copied is as it was, and as much as was asked for."""
     state, pages = begun("full", prompt=PROMPT), 4
@@ -95,7 +95,7 @@ def test_a_copy_is_the_first_page_and_those_of_the_best_mean_keys():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"])
-def test_copies_of_all_layers_are_what_the_selector_picks_in_a_cache_of_its_own(model: str):
+def test_copies_of_all_layers_match_selector_picks(model: str):
     """Whose steps read the picks too, so that layers ask what lower ones have read."""
     params, text = MODELS[model], "triforce(tokens=56, newest=32)"
     cache, logits = rig.begun("quest(pages=64, page=8, dense_layers=0, recent=32)", PROMPT, params)
@@ -112,7 +112,7 @@ def test_copies_of_all_layers_are_what_the_selector_picks_in_a_cache_of_its_own(
         np.testing.assert_array_equal(copy.pos, np.take_along_axis(pos, slots, 2))
 
 
-def test_of_a_copy_of_everything_all_guesses_are_right():
+def test_full_copy_predicts_every_token():
     """Before a flush and after it; drawn tokens too, as the noise is the same."""
     verifier, one = asking(ONE, begun("full"), temperature=(0.0, 0.9)), Excerpts(parse(ALL))
     want, rows = after(verifier, 22), [[0], [0]]
@@ -131,7 +131,7 @@ WHOLE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WHOLE, ids=str)
-def test_every_cache_is_copied_as_it_is_read(case: rig.Case):
+def test_full_copy_of_every_cache_equals_plain_decoding(case: rig.Case):
     """A copy of all pages has the tokens of steps that read everything: codes, merged entries and states included."""
     verifier = asking(case.params, begun(case.tight, case.params))
     want = after(verifier, 5)
@@ -142,7 +142,7 @@ def test_every_cache_is_copied_as_it_is_read(case: rig.Case):
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["full", "int8", "snapkv(budget=32, window=8)"])
 @pytest.mark.parametrize("draft", [ALL, "triforce(tokens=16)", [ALL, "suffix"]], ids=str)
-def test_no_draft_changes_a_token(cache: str, draft: Any):
+def test_drafts_change_no_token(cache: str, draft: Any):
     for how in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.1}):
         ask = partial(jkv.generate, PARAMS, cache, ROWS, max_new_tokens=40, stop_ids=(), **how)
         want, got = ask(), ask(drafter=draft)
@@ -153,7 +153,7 @@ def test_no_draft_changes_a_token(cache: str, draft: Any):
 
 
 @pytest.mark.slow
-def test_a_copy_serves_until_the_next_flush(monkeypatch):
+def test_copy_is_reused_until_next_flush(monkeypatch):
     made, real = [], core.excerpt
 
     def counted(params, plan, state, sampling):
@@ -166,7 +166,7 @@ def test_a_copy_serves_until_the_next_flush(monkeypatch):
     assert got.receipt.drafted > 20
 
 
-def test_a_copy_is_as_large_whatever_the_cache_and_making_it_takes_no_tier():
+def test_copy_size_is_independent_of_cache_length():
     """By the compiler, of a cache sixteen times as long: only dots and positions grow, 3 numbers of a slot."""
 
     def made(slots: int) -> tuple[int, int, int]:
@@ -185,7 +185,7 @@ def test_a_copy_is_as_large_whatever_the_cache_and_making_it_takes_no_tier():
 
 
 @pytest.mark.slow
-def test_what_guesses_behind_it_is_asked_and_its_failure_is_told():
+def test_chained_drafter_failure_is_reported():
     class Broken(Suffix):
         def propose(self, rows, most, verifier=None):
             assert verifier is not None and all(rows)
@@ -197,14 +197,14 @@ def test_what_guesses_behind_it_is_asked_and_its_failure_is_told():
 
 
 @pytest.mark.slow
-def test_a_copy_may_be_behind_another_model():
+def test_copy_may_chain_after_another_draft_cache():
     """Of the cache of the one before it."""
     ask = partial(jkv.generate, PARAMS, "int8", ROWS, max_new_tokens=24, stop_ids=())
     want, got = ask(), ask(drafter=["streaming(budget=96, recent=16)", ALL])
     assert got.tokens == want.tokens and got.receipt.draft_failed is None and got.receipt.drafted > 10
 
 
-def test_which_caches_are_read_through_copies():
+def test_only_plain_triforce_and_tokenselect_draft_by_copy():
     for text in ("triforce(tokens=512)", "tokenselect(tokens=64)", "tokenselect(tokens=64) | vote(join='sum')"):
         assert isinstance(build_drafter(text, ONE), Excerpts)
     for text in (
@@ -218,7 +218,7 @@ def test_which_caches_are_read_through_copies():
         assert isinstance(build_drafter(text, ONE), Through), text
 
 
-def test_what_cannot_be_copied_is_refused_by_name():
+def test_uncopyable_caches_are_refused():
     how = {"max_new_tokens": 24, "stop_ids": (), "draft": ALL}
     with pytest.raises(Refusal, match="share slots, of which no head has pages; leave drafter= out"):
         jkv.generate(ONE, "h2o(budget=48, newest=0.2) | pooled(floor=0.5)", ROWS, **how)
@@ -233,7 +233,7 @@ def test_what_cannot_be_copied_is_refused_by_name():
 
 
 @pytest.mark.slow
-def test_codes_on_disk_are_copied_in_their_own_pages(tmp_path):
+def test_disk_codes_are_copied_in_host_pages(tmp_path):
     ask = partial(jkv.generate, ONE, f"full(host='all', disk={str(tmp_path)!r})", ROWS, max_new_tokens=40, stop_ids=())
     want, got = ask(), ask(drafter=f"triforce(tokens={EVERYTHING}, page=16)")
     assert got.tokens == want.tokens and got.receipt.drafted_taken == got.receipt.drafted > 20

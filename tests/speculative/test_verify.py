@@ -155,7 +155,7 @@ def same(got: decode_loop.Decoding, want: decode_loop.Decoding) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["greedy", "drawn"])
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_passes_give_the_tokens_of_steps(case: rig.Case, kind: str):
+def test_passes_equal_steps(case: rig.Case, kind: str):
     want = plain(case.tight, kind, case.params)
     got, passes = drafted(want, case.tight, kind, case.params)
     same(got, want)
@@ -163,7 +163,7 @@ def test_passes_give_the_tokens_of_steps(case: rig.Case, kind: str):
 
 
 @pytest.mark.parametrize("case", [c for c in [*rig.ALL, *rig.OTHERS] if c not in FEW], ids=str)
-def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
+def test_passes_equal_steps_for_every_cache(case: rig.Case):
     """Two rows, of unlike lengths, which advance together: one is greedy, one drawn."""
     state = begun(case.tight, "either", case.params, PROMPT)
     if refused(case):
@@ -179,7 +179,7 @@ def test_passes_give_the_tokens_of_steps_through_every_cache(case: rig.Case):
 
 
 @pytest.mark.parametrize("text", ["full", "int8"])
-def test_rows_advance_together_and_end_alone(text: str):
+def test_rows_advance_together_and_end_separately(text: str):
     """Of unlike lengths; a row that has ended holds nobody up."""
     first = plain(text, "greedy", prompt=PROMPT)
     ends = (int(first.out[0, 9]),)
@@ -192,7 +192,7 @@ def test_rows_advance_together_and_end_alone(text: str):
     assert passes < int(want.count)
 
 
-def test_ancestors_are_those_of_a_walk_up():
+def test_ancestors_match_parent_walk():
     rng = np.random.default_rng(1)
     parent = np.asarray([[-1, *(rng.integers(-1, i) for i in range(1, 12))] for _ in range(3)])
     want = np.zeros((3, 12, 12), bool)
@@ -205,7 +205,7 @@ def test_ancestors_are_those_of_a_walk_up():
     np.testing.assert_array_equal(verify.ancestors(jnp.asarray(parent)), want)
 
 
-def test_a_pass_makes_no_tier_anew():
+def test_pass_copies_no_tier():
     state = begun("snapkv(budget=48, window=8) | int8", "greedy")
     state = replace(state, cache=state.cache.bare, trace=None)
     cache = begun("snapkv(budget=48, window=8) | int8", "greedy").cache

@@ -46,7 +46,7 @@ def looked(look: Network, i: int, y: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tile", [256, 64])
-def test_every_token_looks_at_its_whole_text(tile, monkeypatch):
+def test_gate_attends_to_whole_text(tile, monkeypatch):
     monkeypatch.setattr(gates, "QUERIES", tile)
     x = RNG.normal(size=(2, 150, MODEL.width)).astype(np.float32)
     of = np.repeat([[0, 1, -1], [2, -1, 2]], 50, 1)
@@ -62,7 +62,7 @@ def config(look: Network, **how) -> jkv.CacheConfig:
     return replace(jkv.parse("attentiongate(keep=1.0)"), score=Gated(gate=look, **how))
 
 
-def test_a_prompt_forgets_before_it_attends():
+def test_prefill_drops_closed_tokens_before_attention():
     rows = [RNG.integers(0, MODEL.vocab, n) for n in (60, 43)]
     cache, logits = jkv.prefill(PARAMS, config(LOOK), [row.tolist() for row in rows])
     for row, ids in enumerate(rows):
@@ -81,7 +81,7 @@ def test_a_prompt_forgets_before_it_attends():
 
 
 @pytest.mark.slow
-def test_a_gate_that_is_open_is_the_plain_model_and_a_shut_one_keeps_nothing():
+def test_open_gate_equals_dense_model_and_shut_gate_keeps_nothing():
     ids = RNG.integers(0, MODEL.vocab, 50).tolist()
 
     def of(offset):
@@ -99,7 +99,7 @@ def test_a_gate_that_is_open_is_the_plain_model_and_a_shut_one_keeps_nothing():
 
 
 @pytest.mark.slow
-def test_a_threshold_moves_what_is_kept():
+def test_higher_threshold_keeps_fewer_tokens():
     ids = [RNG.integers(0, MODEL.vocab, 50).tolist()]
     kept = [int(jkv.prefill(PARAMS, config(LOOK, threshold=t), ids)[0].kept().sum()) for t in (0.0, 0.3, 0.7)]
     assert kept[0] == 50 * MODEL.layers * MODEL.heads and kept[0] > kept[1] > kept[2] > 0
@@ -136,7 +136,7 @@ def expected(look: Network) -> tuple[float, float, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_the_loss_and_its_gradient_by_finite_differences():
+def test_loss_and_gradient_match_numpy():
     teacher, look = trainer.lesson(PARAMS, BATCH, 0), f64(LOOK)
     recipe = attention_gate_recipe.Recipe(answer=ANSWER, share=0.3, weight=0.7)
 
@@ -163,7 +163,7 @@ def test_the_loss_and_its_gradient_by_finite_differences():
     assert (np.asarray(fewer) < before).all()  # too few
 
 
-def test_a_layer_alone_pays_for_what_it_keeps():
+def test_layer_loss_prices_kept_tokens():
     k = jnp.asarray(RNG.integers(0, 2, BATCH.pos.shape), jnp.float32)[:, None].repeat(MODEL.heads, 1)
     live = np.asarray(BATCH.pos) >= 0
     asked = live & (live.cumsum(1) <= live.sum(1, keepdims=True) - ANSWER)
@@ -172,7 +172,7 @@ def test_a_layer_alone_pays_for_what_it_keeps():
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_used(tmp_path, monkeypatch):
+def test_trained_weights_are_usable(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: SPEAKING)
     short = "--steps 3 --answer 16 --texts 2 --length 64 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
     result = call("train", "attentiongate", "--out", tmp_path, *short)
@@ -192,12 +192,12 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
         ("attentiongate", "exactly one of"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(text, says):
+def test_invalid_settings_are_refused(text, says):
     with pytest.raises(ValueError, match=says):
         jkv.parse(text)
 
 
-def test_what_is_no_gate_is_refused(tmp_path):
+def test_invalid_gates_are_refused(tmp_path):
     io.write(tmp_path, {"q": np.ones(3)}, {"method": "attentiongate", "model": []})
     with pytest.raises(FormatError, match="its arrays are not those of attentiongate"):
         jkv.parse(f"attentiongate(keep=1.0, gate={str(tmp_path)!r})")

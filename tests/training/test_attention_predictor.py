@@ -42,7 +42,7 @@ def paid(q, k, t, window):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_moments_are_what_the_queries_pay(window):
+def test_moments_match_attention_of_queries(window):
     q, k = drawn()
     got = attention_predictor.moments(jnp.asarray(q), jnp.asarray(k), jnp.asarray([150, 199]), SELECT, 0.7, window)
     for m, at in enumerate((150, 199)):
@@ -57,7 +57,7 @@ def test_moments_are_what_the_queries_pay(window):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_others_rank_pages_by_all_that_was_paid_and_by_a_bound_on_the_next_logit(window):
+def test_h2o_and_quest_baselines_match_numpy(window):
     q, k = drawn()
     got = attention_predictor.others(jnp.asarray(q), jnp.asarray(k), jnp.asarray([150, 199]), SELECT, 0.7, window)
     for m, at in enumerate((150, 199)):
@@ -69,7 +69,7 @@ def test_others_rank_pages_by_all_that_was_paid_and_by_a_bound_on_the_next_logit
             np.testing.assert_allclose(got["quest"][m * H + h], np.max(each, 0), rtol=1e-5)
 
 
-def test_the_error_and_its_gradient_are_those_of_plain_numpy():
+def test_error_and_gradient_match_numpy():
     line, some = Linear(weights=jnp.array([0.5, 0.2, 0.3])), data(2, 6, 8)
     net = jax.tree.map(lambda x: x + 0.1, attention_predictor.start(line, 8, jax.random.key(2)))  # all is used
     exact = {name: np.asarray(x, np.float64) for name, x in vars(net).items()}
@@ -94,7 +94,7 @@ def test_the_error_and_its_gradient_are_those_of_plain_numpy():
 
 
 @pytest.mark.slow
-def test_a_network_begins_as_its_baseline():
+def test_network_starts_as_linear_baseline():
     line, some = Linear(weights=jnp.array([0.5, -0.2, 0.3])), data(3, 6, 8)
     net = attention_predictor.start(line, 8, jax.random.key(2))
     got, want = (attention_predictor.forecast(of, jnp.asarray(some.x), jnp.asarray(some.use)) for of in (net, line))
@@ -104,7 +104,7 @@ def test_a_network_begins_as_its_baseline():
     assert (np.abs(np.asarray(slope.last)) > 0).all()
 
 
-def test_the_baseline_finds_its_numbers_and_the_best_pages_hold_what_they_hold():
+def test_least_squares_and_recovered_mass_match_numpy():
     some = data(20, 6, 8)
     some.y[:] = 0.6 * some.x[..., -1] + 0.1 * some.x[..., -2] + 0.3 * some.x.mean(-1)
     line = attention_predictor.least_squares(some)
@@ -139,7 +139,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
-def test_twenty_steps_make_a_folder_that_is_used_and_a_killed_training_ends_the_same(tiny, tmp_path):
+def test_training_lowers_error_and_resumes_exactly(tiny, tmp_path):
     whole, stopped, add = tmp_path / "whole", tmp_path / "stopped", attention_predictor.Folder.add
     result = train(whole)
     assert result.exit_code == 0, result.output
@@ -167,7 +167,7 @@ def test_twenty_steps_make_a_folder_that_is_used_and_a_killed_training_ends_the_
     assert out.receipt.config == text
 
 
-def test_what_leaves_nothing_to_choose_is_refused(tiny, tmp_path):
+def test_settings_with_nothing_to_select_are_refused(tiny, tmp_path):
     refused(train(tmp_path / "out", "--dense-layers", 2), "dense_layers=2: fewer than the model's 2 layers")
     refused(train(tmp_path / "out", "--length", 120), "a text of 120 tokens leaves no page to choose", "above 140")
     assert not (tmp_path / "out").exists()

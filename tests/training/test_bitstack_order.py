@@ -41,7 +41,7 @@ def dense(folder: Folder, counts) -> models.Params:
 
 
 @pytest.mark.slow
-def test_a_level_is_ordered_by_the_perplexity_of_the_whole_model(tmp_path):
+def test_level_order_follows_whole_model_perplexity(tmp_path):
     order = run(tmp_path)
     folder, places = Folder(tmp_path, dict(model="", k=2, levels=LEVELS)), sorted({*order})
     ids = jnp.asarray(IDS[:2])
@@ -58,7 +58,7 @@ def test_a_level_is_ordered_by_the_perplexity_of_the_whole_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_inputs_are_as_large_as_they_are(tmp_path):
+def test_input_norms_match_numpy(tmp_path):
     """Of the first layer's norm, by numpy; and of every field that a hybrid has."""
     x = np.asarray(PARAMS.embed, np.float64)[IDS]
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + PARAMS.config.eps) * np.asarray(PARAMS.layers[0]["norm1"])
@@ -74,7 +74,7 @@ def test_inputs_are_as_large_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_killed_run_resumes(tmp_path, monkeypatch):
     whole = run(tmp_path / "whole")
 
     class Killed(Exception):
@@ -99,13 +99,13 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
         bitstack.calibrate(PARAMS, IDS, 2, other, Measured(tmp_path / "other.json", other.what), silent)
 
 
-def test_a_level_without_numbers_has_the_order_of_the_next():
+def test_nonfinite_level_takes_order_of_next_level():
     places = [(0, "qkv"), (0, "o"), (0, "down")]
     losses = [np.array([1.0, np.nan, 2.0]), np.array([3.0, 2.0, 1.0]), np.array([np.inf, 1.0, 2.0])]
     assert bitstack.order(losses, places) == [*places[::-1], *places[::-1], *places]
 
 
-def test_a_model_that_gives_nan_is_refused():
+def test_nan_model_is_refused():
     broken = {**PARAMS.layers[0], "norm1": PARAMS.layers[0]["norm1"] * np.float32("nan")}
     one = models.Params(
         embed=PARAMS.embed, layers=(broken,), norm=PARAMS.norm, head=None, config=PARAMS.config.block(0)

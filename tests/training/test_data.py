@@ -20,7 +20,7 @@ def text(batch, row):
     return PARAMS.tokenizer.decode([int(i) for i in np.asarray(batch.ids)[row] if i >= 0])
 
 
-def test_no_held_back_text_is_trained_on(tmp_path):
+def test_held_out_text_is_never_trained_on(tmp_path):
     paragraphs = [f"Paragraph {i} of this text says {i * i}." for i in range(60)]
     path = tmp_path / "own.txt"
     path.write_text("\n\n".join(paragraphs))
@@ -34,7 +34,7 @@ def test_no_held_back_text_is_trained_on(tmp_path):
     assert corpora.text(f"{path}:test") == "\n\n".join(corpora.documents(f"{path}:test"))
 
 
-def test_paragraphs_of_a_file_stay_in_their_order(tmp_path):
+def test_file_paragraphs_stay_in_order(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("\n\n".join(f"Paragraph {i:03} of this text." for i in range(400)))
     made = data.texts(PARAMS, [str(path)], 300, 8, seed=1)
@@ -44,7 +44,7 @@ def test_paragraphs_of_a_file_stay_in_their_order(tmp_path):
     assert len({numbers[0] // 100 for numbers in found}) > 2  # which come from everywhere
 
 
-def test_what_several_documents_say_is_not_trained_on_if_one_is_held_back():
+def test_paragraphs_shared_with_held_out_documents_are_excluded():
     train, test = (corpora.text(f"pydoc:{side}").split("\n\n") for side in ("train", "test"))
     assert not set(train) & set(test)
     whole = [set(document.split("\n\n")) for document in corpora.split("pydoc", corpora.HELD_BACK)[0]]
@@ -52,7 +52,7 @@ def test_what_several_documents_say_is_not_trained_on_if_one_is_held_back():
     assert set(train) == set().union(*whole) - set(test)
 
 
-def test_places_count_from_the_start_of_a_text_and_pads_have_none():
+def test_positions_count_from_text_start_and_skip_padding():
     made = data.texts(PARAMS, ["pydoc", data.TASKS], 1800, 4, seed=0)
     ids, pos = np.asarray(made.ids), np.asarray(made.pos)
     size = (ids >= 0).sum(1)
@@ -63,7 +63,7 @@ def test_places_count_from_the_start_of_a_text_and_pads_have_none():
     assert (labelled.sum(1) == size - 1).all()
 
 
-def test_tasks_have_their_answers_and_are_not_those_of_an_evaluation():
+def test_tasks_hold_answers_and_differ_from_evaluation():
     made = data.texts(PARAMS, [data.TASKS], 1800, 2, seed=0)
     counted = data.count(PARAMS)
     for row in range(2):
@@ -78,7 +78,7 @@ def grams(text, n):
     return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
-def test_look_ups_are_worded_as_no_task_is():
+def test_lookups_share_no_wording_with_tasks():
     said = [f"{x.told}\n{x.asked}\n{x.opening}" for x in lookups.every(np.random.default_rng(0), 20)]
     own = set().union(*(grams(line, 4) for text in said for line in text.split("\n")))
     counted = lambda text: len(text) // 4  # noqa: E731
@@ -92,7 +92,7 @@ def test_look_ups_are_worded_as_no_task_is():
     assert grams(tasks.examples("niah_single_2", 700, 1, 5, counted)[0].prompt, 4) & known  # as it would be found
 
 
-def test_look_ups_are_in_no_text_that_is_held_back():
+def test_lookups_share_no_text_with_held_out_corpora():
     held = {name: grams(corpora.text(f"{name}:test"), 12) for name in data.HAYS}
     rows = data.texts(PARAMS, [data.LOOKUPS], 700, 8, seed=3)
     for i, name in enumerate([*data.HAYS] * 4):
@@ -100,7 +100,7 @@ def test_look_ups_are_in_no_text_that_is_held_back():
         assert grams(corpora.documents(f"{name}:test")[0], 12) & held[name]
 
 
-def test_every_text_comes_once_before_any_comes_again():
+def test_every_epoch_visits_each_text_once():
     order = data.Order(texts=5, rows=3, seed=2)
     taken = [i for step in range(10) for i in order(step)]
     assert all(sorted(taken[i : i + 5]) == list(range(5)) for i in range(0, 30, 5))

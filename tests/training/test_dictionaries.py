@@ -28,7 +28,7 @@ TEXTS = Batch(ids=IDS, pos=jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32)[None
 MISSED = jax.jit(missed, static_argnames="of")
 
 
-def test_what_is_learned_from_is_what_the_model_has_before_its_rotation():
+def test_training_data_are_unrotated_queries_and_keys():
     got, at = seen(rig.PARAMS, TEXTS, (1,)), jnp.arange(40)[None]
     q, k = rig.dense_prompt(IDS)[1][1][:2]
     rope = rig.MODEL.ropes[1]
@@ -37,7 +37,7 @@ def test_what_is_learned_from_is_what_the_model_has_before_its_rotation():
     np.testing.assert_allclose(got.q[:, 0], rope.rotate(q, at[:, None, None], inverse=True), atol=3e-3)
 
 
-def test_tokens_that_are_drawn_are_those_of_their_text():
+def test_sampled_tokens_belong_to_their_text():
     k, q = (RNG.normal(size=(2, 1, *heads, 40, D)) for heads in ((H,), (H, G)))
     at = np.array([[3, 7], [0, 39]])
     keys, queries = Seen(k=jnp.float32(k), q=jnp.float32(q)).sides(jnp.asarray(at))
@@ -47,7 +47,7 @@ def test_tokens_that_are_drawn_are_those_of_their_text():
     assert {tuple(x) for x in np.round(np.asarray(queries[0, 1], np.float64), 4)} == some
 
 
-def test_a_basis_and_its_opposite_miss_nothing():
+def test_signed_basis_reconstructs_exactly():
     basis = np.linalg.qr(RNG.normal(size=(D, D)))[0]
     both = jnp.asarray(np.concatenate([basis, -basis]), jnp.float32)
     middle = jnp.asarray(RNG.normal(size=(2, D)), jnp.float32)
@@ -57,7 +57,7 @@ def test_a_basis_and_its_opposite_miss_nothing():
         assert MISSED(own, x, of=side) < 1e-9
 
 
-def test_what_is_missed_is_a_share_of_the_variance():
+def test_missed_share_of_variance_matches_numpy():
     own = start(rig.PARAMS, TEXTS, (0,), 24, 3, jax.random.key(1))
     one = jax.tree.map(lambda x: x[0, 1], own)
     x = RNG.normal(0.5, 1, (30, D))
@@ -69,7 +69,7 @@ def test_what_is_missed_is_a_share_of_the_variance():
     np.testing.assert_allclose(np.linalg.norm(decode, axis=1), 1, rtol=1e-5)
 
 
-def test_steps_restore_more():
+def test_training_lowers_reconstruction_error():
     recipe = Recipe(steps=60, rate=2e-2, tokens=32, layers=(1,))
     gate = start(rig.PARAMS, TEXTS, (1,), 32, 8, jax.random.key(0))
     state = create(Featured(tokens=16, gate=gate), recipe.tune())
@@ -82,7 +82,7 @@ def test_steps_restore_more():
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_used(tmp_path, monkeypatch):
+def test_trained_weights_are_usable(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     short = "--texts 4 --length 64 --check 2 --steps 40 --rate 1e-2 --features 24 --active 6 --layer 1 --layer 0"
     result = call("train", "s3attention", "--out", tmp_path, "--corpus", "pydoc", *short.split())
@@ -105,7 +105,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "says"), [("--layer 9", "of 0 to 1"), ("--features 4 --active 5", "no more of a token than there are")]
 )
-def test_what_cannot_be_trained(tmp_path, monkeypatch, given, says):
+def test_invalid_settings_are_refused(tmp_path, monkeypatch, given, says):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     refused(call("train", "s3attention", "--out", tmp_path / "x", "--length", 64, *given.split()), says)
     assert not (tmp_path / "x").exists()

@@ -65,7 +65,7 @@ def graded():
 
 
 @pytest.mark.slow
-def test_the_divergence_is_that_of_plain_numpy(graded):
+def test_kl_matches_numpy(graded):
     want = kl(f64(GATE))
     assert want > 1e-4
     np.testing.assert_allclose(graded[1]["kl"], want, rtol=1e-3)
@@ -74,7 +74,7 @@ def test_the_divergence_is_that_of_plain_numpy(graded):
 
 
 @pytest.mark.parametrize("name", ["out.kernel", "gain"])
-def test_gradients_are_finite_differences(graded, name):
+def test_gradients_match_finite_differences(graded, name):
     direction, gate, h = np.random.default_rng(3).standard_normal(GATE.arrays[name].shape), f64(GATE), 1e-8
     ends = [kl(gate.update(lambda x: x + s * h * direction, name)) for s in (1, -1)]  # noqa: B023
     want = (ends[0] - ends[1]) / (2 * h)
@@ -83,7 +83,7 @@ def test_gradients_are_finite_differences(graded, name):
 
 
 @pytest.mark.parametrize(("shares", "want"), [((0.6, 0.4), 0.0), ((0.3, 0.5), 0.1)])
-def test_one_share_for_all_layers_and_the_gradient_of_the_soft_marks(shares, want):
+def test_share_is_over_all_layers_with_soft_mark_gradient(shares, want):
     batch = plain.batch([[*range(11)]])
     z = [np.where(np.arange(11) < round(10 * share), 1.5, -2.5)[None, None] for share in shares]
 
@@ -121,7 +121,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
-def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
+def test_training_marks_tokens_and_resumes_exactly(tmp_path):
     whole, stopped, tell = tmp_path / "whole", tmp_path / "stopped", trainer.Training._tell
     result = train(whole)
     assert result.exit_code == 0, result.output
@@ -148,7 +148,7 @@ def test_twenty_steps_mark_tokens_and_a_killed_training_ends_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
+def test_layer_shares_match_kept_tokens(tmp_path):
     trained_weights.write(tmp_path, GATE.arrays, {"method": "dms", "model": trained_weights.identities(PARAMS)})
     made = RECIPE.finished(PARAMS, BATCH, trained(tmp_path, Delayed(window=0)))
     want, config = [], f"dms(keep=1.0, window=0, recent=1, gate={str(tmp_path)!r})"
@@ -160,7 +160,7 @@ def test_what_stays_in_a_layer_is_what_a_cache_keeps(tmp_path):
     np.testing.assert_allclose(made.gate.arrays["layers"], np.mean(want, 0) + np.std(want, 0), atol=1e-5)
 
 
-def test_options_of_another_method_are_refused(tmp_path):
+def test_invalid_options_are_refused(tmp_path):
     refused(train(tmp_path / "out", "--width", 8), "No such option: --width", "--window", code=2)
     refused(train(tmp_path / "out", "--window", 0), "'--window'", "dms --help", code=2)
     refused(train(tmp_path / "out", "--window", 48), "window=48, length=48", "below the length, a window too")

@@ -25,7 +25,7 @@ def batch(*rows: list[int]) -> Batch:
     return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.where(ids >= 0, np.arange(ids.shape[1]), -1), jnp.int32))
 
 
-def test_a_text_is_followed_by_the_request_and_the_text():
+def test_text_is_followed_by_request_and_repetition():
     short, long = kvzap.read(PARAMS, batch([5, 6, 7], [1, 2, 3, 4, 5]))
     ids, pos = np.asarray(short.ids)[0], np.asarray(short.pos)[0]
     assert ids[:5].tolist() == [5, 6, 7, -1, -1] and ids[-5:].tolist() == [5, 6, 7, -1, -1]
@@ -35,13 +35,13 @@ def test_a_text_is_followed_by_the_request_and_the_text():
     assert "Repeat the text above" in request
 
 
-def test_a_text_that_cannot_be_repeated_within_the_context_is_refused():
+def test_text_too_long_to_repeat_is_refused():
     with pytest.raises(ValueError, match=r"give --length \d+ or less"):
         kvzap.read(PARAMS, batch([1] * PARAMS.config.context))
 
 
 @pytest.mark.parametrize("sliding", [None, 6])
-def test_a_label_is_the_most_of_a_repetition_and_the_sum_of_the_text(sliding):
+def test_labels_match_brute_force(sliding):
     q, k = RNG.normal(0, 1, (H, G, S, D)), RNG.normal(0, 1, (H, S, D))
     pos = np.array([*range(7), -1, -1, *range(7, 20), -1, -1])  # a text of 7, a request of 5, a repetition of 8
     repeated = (np.arange(S) >= 14) & (pos >= 0)
@@ -59,7 +59,7 @@ def test_a_label_is_the_most_of_a_repetition_and_the_sum_of_the_text(sliding):
     np.testing.assert_allclose(got[1], late, rtol=1e-5, atol=1e-7)
 
 
-def test_one_layer_is_the_ridge_regression():
+def test_linear_surrogate_is_ridge_regression():
     x = RNG.normal(1, 2, (200, E)).astype(np.float32)
     y = (x @ RNG.normal(0, 1, (E, H)) + RNG.normal(0, 0.1, (200, H)) - 9).astype(np.float32)
     made, (error,) = kvzap.solve(x, y)
@@ -72,7 +72,7 @@ def test_one_layer_is_the_ridge_regression():
     assert error < 0.02
 
 
-def test_two_layers_learn_what_one_cannot():
+def test_two_layer_surrogate_beats_linear():
     x = RNG.normal(0, 1, (512, E)).astype(np.float32)
     y = 5 * np.abs(x[:, :H]) - 20
     recipe = kvzap.Recipe(warm=400, tokens=256, early=1e-2, width=16)
@@ -85,7 +85,7 @@ def test_two_layers_learn_what_one_cannot():
     assert np.square(said - y).mean() < 0.1 * line  # and in y's own units
 
 
-def test_look_ups_have_their_answers_and_fit():
+def test_lookups_contain_answers_and_are_deterministic():
     made = corpora.texts(PARAMS, [corpora.LOOKUPS], 500, 6, seed=0)
     for row in np.asarray(made.ids):
         text = PARAMS.tokenizer.decode([int(i) for i in row if i >= 0])
@@ -96,7 +96,7 @@ def test_look_ups_have_their_answers_and_fit():
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_used(tmp_path, monkeypatch):
+def test_trained_weights_are_usable(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: PARAMS)
     short = (
         "--warm 2 --steps 2 --answer 60 --texts 4 --length 180 --corpus pydoc --width 8 --check 2 --budget 48".split()

@@ -34,7 +34,7 @@ def own(seed: int = 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
-def test_the_loss_is_the_attention_that_is_left_and_what_is_over(window):
+def test_trimkv_loss_matches_numpy(window):
     layer, gate, at = data(0), own(), np.array([3, 40, 95])
     got = layer_loss(Retention(gate=gate), row(layer), jnp.asarray(at), RECIPE, KEY, 0.5, window)
     x, q, k = (np.asarray(a, np.float64)[0] for a in (layer.x, layer.q, layer.k))
@@ -53,7 +53,7 @@ def test_the_loss_is_the_attention_that_is_left_and_what_is_over(window):
     assert over
 
 
-def test_a_layer_learns_which_tokens_are_asked_for():
+def test_trimkv_layer_learns_queried_tokens():
     score, losses = fit(Retention(gate=own()), data(1), jax.random.key(2), RECIPE, 0.5)
     gate = score.gate
     assert losses[-20:].mean() < losses[:20].mean() / 2
@@ -64,7 +64,7 @@ def test_a_layer_learns_which_tokens_are_asked_for():
 
 
 @pytest.mark.slow
-def test_every_layer_goes_on_from_the_one_before():
+def test_warm_start_resumes_at_any_layer():
     params = models.random(dict(models.TINY, max_position_embeddings=64))
     ids = np.random.default_rng(4).integers(0, 100, (2, 40))
     ids[1, 30:] = -1
@@ -107,7 +107,7 @@ def logits(layer: Layer, at: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_the_loss_of_switches(window):
+def test_dms_loss_matches_numpy(window):
     """Marks soft on old keys, counted hard; a text that ends before its row does."""
     layer, at, size = replace(data(0), size=jnp.full(N, 80)), np.array([3, 40, 79]), 80
     out = np.random.default_rng(5).normal(0, 0.03, (H, E)).astype(np.float32)
@@ -127,7 +127,7 @@ def test_the_loss_of_switches(window):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_the_loss_of_flags():
+def test_attention_gate_loss_matches_numpy():
     """Drawn softly, and a price for those that stay."""
     layer, at = data(0), np.array([30, 88, 95])
     look = AttentionGate.start(MODEL, 2, 4, 0.0, jax.random.key(8))
@@ -146,7 +146,7 @@ def test_the_loss_of_flags():
 
 
 @pytest.mark.slow
-def test_switches_and_flags_learn_which_tokens_are_asked_for():
+def test_dms_and_attention_gate_learn_queried_tokens():
     """By their own layer alone. A switch speaks of the token before and has no offset: x says what is not asked."""
     seen, unseen = data(1), data(9)
     told = [jnp.roll(a.x.at[..., 0].add(-1), 1, 1) for a in (seen, unseen)]

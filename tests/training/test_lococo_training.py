@@ -40,7 +40,7 @@ def whole() -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_the_loss_is_what_attention_over_the_rest_is_off():
+def test_loss_is_relative_attention_error():
     arrays, _ = trained_weights.read(MIXTURES, "lococo")
     gate = restore(Blend, arrays).part(0)
     q, k, v = first_layer(IDS[:, :T])
@@ -57,7 +57,7 @@ def test_the_loss_is_what_attention_over_the_rest_is_off():
     np.testing.assert_allclose(got, off / np.square(full).sum(), rtol=1e-4)
 
 
-def test_its_gradient_is_that_of_differences():
+def test_gradient_matches_finite_differences():
     """Each piece's melting has a gradient by the next piece's queries alone: with two pieces that is all there is."""
     gate = Blend.start(MODEL, 12, 5, jax.random.key(0)).part(0)
     full = jnp.asarray(whole(), jnp.float32)[None, :, :, : 2 * PIECE]
@@ -72,14 +72,14 @@ def test_its_gradient_is_that_of_differences():
 
 
 @pytest.mark.slow
-def test_mixtures_get_better():
+def test_training_lowers_loss():
     gate = Blend.start(MODEL, BUDGET // 2, 5, jax.random.key(0)).part(0)
     trained, losses = fit(gate, texts(2), jax.random.key(1), RECIPE, MODEL.scale)
     assert losses[-5:].mean() < 0.8 * losses[0] and float(trained.arrays["share"]) != 0.5
     assert (np.asarray(whole()).shape, G) == ((H, 2, T, D), 2)
 
 
-def test_a_short_text_is_worth_its_own_tokens():
+def test_tokens_after_text_end_are_ignored():
     """Tokens after a text's end change nothing, and a text need not be whole pieces."""
     gate = Blend.start(MODEL, 12, 5, jax.random.key(0)).part(0)
     recipe = replace(RECIPE, warm=1)
@@ -91,7 +91,7 @@ def test_a_short_text_is_worth_its_own_tokens():
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_used(tmp_path, monkeypatch):
+def test_trained_weights_are_usable(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     short = "--warm 3 --texts 2 --length 96 --corpus pydoc --width 5 --check 2 --budget 24 --chunk 32".split()
     result = call("train", "lococo", "--out", tmp_path, *short)
@@ -106,7 +106,7 @@ def test_what_was_trained_is_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [("--width", "4", "--budget", "16"), ("--chunk", "20", "--budget", "40")])
-def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, wrong):
+def test_invalid_settings_are_refused(tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     result = call("train", "lococo", "--out", tmp_path / "x", "--length", "96", *wrong)
     assert result.exit_code and "an odd number" in result.output and not (tmp_path / "x").exists()

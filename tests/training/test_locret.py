@@ -26,7 +26,7 @@ def own(seed: int = 0) -> Network:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_label_is_the_largest_logit_of_an_answers_queries(window):
+def test_label_is_largest_logit_of_answer_queries(window):
     layer = replace(data(3), size=jnp.array([T, 70, 96][:N]))
     got, asked = looked_for(layer, 24, 0.5, window)
     for n, size in enumerate(layer.size.tolist()):
@@ -39,7 +39,7 @@ def test_a_label_is_the_largest_logit_of_an_answers_queries(window):
                 np.testing.assert_allclose(got[n, :, i], want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_is_that_of_the_paper():
+def test_loss_matches_paper():
     layer, gate, rng = data(1), own(), np.random.default_rng(0)
     y, asked = rng.normal(0, 2, (H, T)).astype(np.float32), np.arange(T) < 60
     into, out = (np.asarray(gate.arrays[name], np.float64) for name in ("hidden.0.kernel", "out.kernel"))
@@ -50,14 +50,14 @@ def test_the_loss_is_that_of_the_paper():
     np.testing.assert_allclose(loss(gate, layer.x[0], jnp.asarray(y), jnp.asarray(asked), 0.1), want, rtol=1e-5)
 
 
-def test_equal_estimates_are_smooth():
+def test_constant_estimates_have_no_smoothness_loss():
     flat = own().update(jnp.zeros_like, "hidden.0.kernel")
     y, asked = jnp.zeros((H, T)), jnp.ones(T, bool)
     x = data(1).x[0]
     assert loss(flat, x, y, asked, 1e6) == 0 and loss(own(), x, y, asked, 1e6) > 1
 
 
-def test_a_layer_learns_whom_an_answer_asks():
+def test_layer_learns_tokens_queried_by_answers():
     gate, losses = fit(own(), data(1), jax.random.key(2), RECIPE, 0.5, 2)
     assert losses[-20:].mean() < losses[:20].mean() / 2
     unseen = data(9)
@@ -67,7 +67,7 @@ def test_a_layer_learns_whom_an_answer_asks():
 
 
 @pytest.mark.slow
-def test_what_was_trained_is_used(tmp_path, monkeypatch):
+def test_trained_weights_are_usable(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda what, dtype="float32", *_: PARAMS)
     short = "--warm 20 --answer 16 --texts 4 --length 64 --corpus pydoc --width 8 --check 2 --budget 24".split()
     result = call("train", "locret", "--out", tmp_path, *short)

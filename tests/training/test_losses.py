@@ -68,7 +68,7 @@ def graded():
 
 
 @pytest.mark.slow
-def test_every_part_of_the_loss_is_that_of_plain_numpy(graded):
+def test_every_loss_term_matches_numpy(graded):
     want = expected(f64(GATE))
     assert want["capacity"] > 0.02 and want["kl"] > 1e-4
     for name, x in want.items():
@@ -76,7 +76,7 @@ def test_every_part_of_the_loss_is_that_of_plain_numpy(graded):
 
 
 @pytest.mark.parametrize("name", ["hidden.0.kernel", "hidden.0.bias", "out.kernel", "out.bias"])
-def test_gradients_are_finite_differences(graded, name):
+def test_gradients_match_finite_differences(graded, name):
     direction, gate, h = np.random.default_rng(3).standard_normal(GATE.arrays[name].shape), f64(GATE), 1e-5
     ends = [expected(gate.update(lambda x: x + s * h * direction, name))["loss"] for s in (1, -1)]  # noqa: B023
     want = (ends[0] - ends[1]) / (2 * h)
@@ -85,7 +85,7 @@ def test_gradients_are_finite_differences(graded, name):
 
 
 @pytest.mark.slow
-def test_layers_and_heads_are_over_capacity_together():
+def test_makeeach_capacity_is_pooled_over_layers_and_heads():
     """Make Each Token Count: value, gradient, and a last product that stays one for all layers."""
     begun = start_tied(MODEL, 5, 3.0, jax.random.key(2))
     gate = jax.tree.map(lambda x: 20 * x if x.ndim == 3 else x, begun)
@@ -115,7 +115,7 @@ def test_layers_and_heads_are_over_capacity_together():
     assert np.abs(np.ptp(np.asarray(made["hidden.1.kernel"]), 0)).max() > 1e-3
 
 
-def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
+def test_top_k_teacher_kl_pools_remaining_outcomes(graded):
     @jax.jit
     def compared():
         x, _ = hidden(PARAMS, BATCH, fading(Retention(gate=GATE)))
@@ -134,7 +134,7 @@ def test_fewer_tokens_of_the_teacher_are_a_kl_of_fewer_outcomes(graded):
     assert 0 < float(kl) < graded[1]["kl"]
 
 
-def test_the_capacity_loss_of_the_example():
+def test_capacity_loss_matches_worked_example():
     gate = jax.tree.map(jnp.zeros_like, jax.tree.map(lambda x: x[:1], GATE))  # beta is a half
     age = jnp.array([[[0, -1, -1], [1, 0, -1], [2, 1, 0]]])
     x = jnp.ones((1, 3, MODEL.width))
@@ -144,7 +144,7 @@ def test_the_capacity_loss_of_the_example():
     np.testing.assert_allclose([total, count], [1.25, 2], rtol=1e-6)  # 0.5 and 0.75: a mean of 0.625
 
 
-def test_a_gate_that_forgets_nothing_is_plain_attention_bit_for_bit():
+def test_non_forgetting_gate_equals_plain_attention_bitwise():
     def forgetful(offset):
         gate = GATE.update(jnp.zeros_like, "out.kernel").update(lambda x: jnp.full_like(x, offset), "out.bias")
         return jax.jit(lambda: hidden(PARAMS, BATCH, fading(Retention(gate=gate)))[0])()
@@ -157,7 +157,7 @@ def test_a_gate_that_forgets_nothing_is_plain_attention_bit_for_bit():
 
 
 @pytest.mark.slow
-def test_in_the_limit_the_soft_cache_is_the_hard_set():
+def test_soft_cache_limit_equals_hard_eviction():
     drop = np.random.default_rng(5).random((MODEL.layers, 2, MODEL.heads, 150)) < 0.5
 
     def hard(i, a, age):
@@ -172,7 +172,7 @@ def test_in_the_limit_the_soft_cache_is_the_hard_set():
 
 
 @pytest.mark.slow
-def test_a_model_in_bfloat16_trains_gates_in_float32(graded):
+def test_bfloat16_model_trains_float32_gates(graded):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     recipe = Recipe(budget=BUDGET, weight=0.7)
     batches, told = jax.tree.map(lambda x: x[None], (BATCH, trainer.lesson(half, BATCH, 0)))

@@ -50,7 +50,7 @@ def batch(rows, length) -> Batch:
     return Batch(ids=jnp.asarray(ids), pos=jnp.asarray(np.where(ids >= 0, np.arange(length, dtype=np.int32), -1)))
 
 
-def test_a_drafter_is_as_wide_as_fits_into_its_bytes(tmp_path):
+def test_drafter_width_fills_its_byte_limit(tmp_path):
     """The file of one number more would be larger than asked for, but for what is set aside for its header."""
     spare = redrafter.HEADER + 20 * redrafter.ENTRY
     for size in (20_000, 60_000, 250_000):
@@ -65,7 +65,7 @@ def test_a_drafter_is_as_wide_as_fits_into_its_bytes(tmp_path):
         redrafter.inner(64, 4_000, 30)
 
 
-def test_it_begins_by_saying_again_what_it_read():
+def test_initial_projections_are_inverse():
     for inner in (64, 80):
         net = redrafter.start(64, inner, 0)
         np.testing.assert_allclose(net.out @ net.hidden, np.eye(64), atol=1e-5)
@@ -73,13 +73,13 @@ def test_it_begins_by_saying_again_what_it_read():
     np.testing.assert_allclose(few.hidden @ few.out, np.eye(16), atol=1e-5)
 
 
-def test_its_words_are_the_commonest():
+def test_vocabulary_holds_most_common_words():
     texts = batch([[7, 7, 9, 9, 9, 300, 2]], 9)
     assert redrafter.commonest(texts, 400, 3).tolist() == [2, 7, 9]
 
 
 @pytest.mark.slow
-def test_short_texts_go_on_as_the_model_continues_them(tmp_path):
+def test_short_texts_are_continued_by_model_once(tmp_path):
     """And the beginnings of all, if so asked; each is continued once, also if the process is killed."""
     rows = [RNG.integers(0, 256, n).tolist() for n in (5, 24, 9)]
     texts, said = batch(rows, 24), []
@@ -108,7 +108,7 @@ def logits(params, row):
     return np.asarray(models.forward(params, ids, jnp.arange(len(row))[None]), np.float64)[0]
 
 
-def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_said():
+def test_loss_and_agreement_match_numpy():
     """Text by text and place by place, beside chains that begin there and are given what comes."""
     rows = [RNG.integers(0, 256, n).tolist() for n in (14, 9)]
     texts, of = batch(rows, 14), np.arange(0, 250, 2)
@@ -145,7 +145,7 @@ def test_the_loss_is_the_divergence_over_the_words_and_agreement_counts_what_is_
     np.testing.assert_allclose(agreeing["drawn"], [np.mean(x) for x in drawn], atol=6e-5)
 
 
-def test_requests_are_texts_without_an_answer():
+def test_requests_contain_no_answer():
     made = corpora.texts(PARAMS, [corpora.ASKS], 200, 12, seed=0)
     said = [PARAMS.tokenizer.decode([int(i) for i in row if i >= 0]) for row in np.asarray(made.ids)]
     assert len({*said}) > 8 and all(text.startswith("[") and text.endswith("]") and "{" not in text for text in said)
@@ -156,7 +156,7 @@ def test_requests_are_texts_without_an_answer():
 
 
 @pytest.mark.slow
-def test_it_learns_what_the_model_says_and_goes_on_after_a_kill(tmp_path):
+def test_training_lowers_loss_and_resumes_exactly(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     result = train(one, "--steps", 24, "--check", 1, "--bytes", "20kB")
     assert result.exit_code == 0, result.output
@@ -188,7 +188,7 @@ def test_it_learns_what_the_model_says_and_goes_on_after_a_kill(tmp_path):
     assert len(Distilled(PARAMS, str(two)).ends.words) == 60
 
 
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):
+def test_invalid_settings_are_refused_before_writing(tmp_path):
     out = tmp_path / "no"
     refused(train(out, "--bytes", "2kB"), "bytes=2,000", "give as many")
     refused(train(out, "--ahead", 48), "ahead=48, length=48", "longer text")

@@ -51,7 +51,7 @@ def gradients(ids: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_squared_gradients_lie_where_their_numbers_do():
+def test_squared_gradient_histograms_match_backprop():
     seen, by = gradients(IDS)
     low = np.stack([x[0].min(1) for x in seen]) - 1e-3  # all lie within
     high = np.stack([x[0].max(1) for x in seen]) + 1e-3
@@ -68,7 +68,7 @@ def test_squared_gradients_lie_where_their_numbers_do():
         np.testing.assert_allclose(got[i, 1].sum(), square[1][inside].sum(), rtol=1e-3)
 
 
-def test_levels_lie_where_the_weight_is():
+def test_quantization_levels_follow_weight():
     """Two heaps of one weight: two levels each in 2 bits; without weight no level is wasted."""
     x = np.concatenate([np.full(10, -0.5), np.full(1000, 0.25), np.linspace(-1, 1, 50)])
     heaps = spread(x, np.concatenate([np.full(10, 100.0), np.ones(1000), np.zeros(50)]))
@@ -90,7 +90,7 @@ def paid(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     return weights
 
 
-def test_tokens_weigh_as_much_as_they_are_paid():
+def test_moments_are_weighted_by_attention():
     ids = np.random.default_rng(3).integers(0, MODEL.vocab, (2, 40)).astype(np.int32)
     cut, live = ids.copy(), [slice(0, 40), slice(0, 30)]
     cut[1, 30:] = -1
@@ -112,7 +112,7 @@ def test_tokens_weigh_as_much_as_they_are_paid():
 
 
 @pytest.mark.parametrize("text", ["kvtc(sinks=2{s})", "kvquant({s})"])
-def test_a_folder_serves_the_model_that_it_was_measured_of(text: str):
+def test_sensitivity_is_bound_to_its_model(text: str):
     given = text.format(s=f", sensitivity={SENSITIVITY!r}").replace("(, ", "(")
     check(parse(given).bound(PARAMS), MODEL)
     other = models.random(dict(models.TINY, hidden_size=64), 1, jnp.float32)
@@ -130,12 +130,12 @@ def test_a_folder_serves_the_model_that_it_was_measured_of(text: str):
         ("kvquant(outliers=1.0, {s})", "0 to below 1"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(text: str, why: str):
+def test_invalid_settings_are_refused(text: str, why: str):
     with pytest.raises(ValueError, match=why):
         check(parse(text.format(s=f"sensitivity={SENSITIVITY!r}")).bound(PARAMS), MODEL)
 
 
-def test_what_is_measured_is_used_and_what_is_not_it_is_refused(tmp_path, monkeypatch):
+def test_calibration_is_usable_and_incomplete_folders_are_refused(tmp_path, monkeypatch):
     speaking = replace(commands.PARAMS, config=replace(commands.PARAMS.config, context=64))
     monkeypatch.setattr(loading, "load", lambda *_: speaking)
     folder = tmp_path / "found"
@@ -148,7 +148,7 @@ def test_what_is_measured_is_used_and_what_is_not_it_is_refused(tmp_path, monkey
         Sensitivity.read(str(tmp_path))
 
 
-def test_a_model_that_gives_nan_is_refused_before_anything_is_written():
+def test_nan_model_is_refused():
     one = PARAMS.layers[1] | {"qkv": PARAMS.layers[1]["qkv"].at[0, 0].set(jnp.nan)}
     bad, pos = replace(PARAMS, layers=(PARAMS.layers[0], one)), np.arange(24, dtype=np.int32)[None]
     with pytest.raises(ValueError, match="layer 1 gives NaN"):

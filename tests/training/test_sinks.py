@@ -12,14 +12,14 @@ from support.dense import dense_prompt
 from support.tiny import SUNK
 
 
-def test_training_takes_models_without(tmp_path, monkeypatch):
+def test_training_refuses_softmax_sinks(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_: SUNK)
     result = call("train", "trimkv", "--out", tmp_path / "gate", "--length", 64, "--budget", 8)
     assert result.exit_code and "sinks in its softmax" in result.output and not (tmp_path / "gate").exists()
 
 
 @pytest.mark.slow
-def test_what_a_head_pays_is_what_its_sink_leaves():
+def test_measured_attention_excludes_sink_share():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 100, (1, 20)))
     q, k, _, want = dense_prompt(ids, SUNK)[1][0]
     pos, one = jnp.arange(20)[None], SUNK.block(0)

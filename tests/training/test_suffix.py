@@ -20,7 +20,7 @@ def batch() -> Batch:
     return Batch(ids=jnp.asarray(np.where(pos >= 0, RNG.integers(0, 256, (2, 40)), -1)), pos=jnp.asarray(pos))
 
 
-def test_a_suffix_sees_all_of_the_prefix_that_is_held():
+def test_suffix_attends_to_kept_prefix():
     """Beside the dense student, in which the queries of the suffix alone have lost those tokens."""
     given = batch()
     begins = jnp.asarray(SIZES)[:, None, None] - N
@@ -42,7 +42,7 @@ def test_a_suffix_sees_all_of_the_prefix_that_is_held():
         np.testing.assert_allclose(own[row], want[row, size - N : size], rtol=2e-4, atol=2e-5)
 
 
-def test_a_contest_holds_its_share():
+def test_contest_keeps_its_share():
     live = jnp.asarray(np.arange(40) < np.array(SIZES)[:, None])
     s = jnp.asarray(RNG.normal(0, 3, (3, 2, 4, 40)), jnp.float32)
     logit, safe = jax.jit(suffix.chosen, static_argnums=(3, 4))(s, live, jnp.array([0.5, 0.4]), 6, 0.5)
@@ -55,7 +55,7 @@ def test_a_contest_holds_its_share():
         np.testing.assert_allclose(gap, gap.flat[0], atol=1e-4)  # one threshold for all layers and heads
 
 
-def test_a_threshold_moves_with_what_competes():
+def test_threshold_gradient_includes_all_competitors():
     """A gradient is that of the whole contest: what one head gains, others lose, and what all gain changes nothing."""
     live = jnp.asarray(np.arange(40) < np.array(SIZES)[:, None])
     s, way = (jnp.asarray(RNG.normal(0, scale, (3, 2, 4, 40)), jnp.float32) for scale in (3, 1))
@@ -72,14 +72,14 @@ def test_a_threshold_moves_with_what_competes():
     np.testing.assert_allclose(alike, 0, atol=1e-5)
 
 
-def test_a_text_that_is_held_in_any_case_has_no_contest():
+def test_contest_without_candidates_is_finite():
     """And no number that is none, in its logits or their gradient."""
     live, s = jnp.ones((1, 9), bool), jnp.asarray(RNG.normal(0, 1, (2, 1, 2, 9)), jnp.float32)
     logit, slope = jax.value_and_grad(lambda s: suffix.chosen(s, live, jnp.array([0.5]), 5, 0.5)[0].sum())(s)
     assert np.isfinite(logit) and np.isfinite(slope).all()
 
 
-def test_texts_without_a_token_to_lose_are_refused():
+def test_texts_too_short_to_evict_are_refused():
     assert suffix.Recipe(steps=1, answer=20, window=8).checked(33)
     with pytest.raises(ValueError, match="length=32: the last 20 tokens judge .* give --length above 32"):
         suffix.Recipe(steps=1, answer=20, window=8).checked(32)

@@ -65,7 +65,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
-def test_twenty_steps_learn_something_that_is_used(whole):
+def test_training_lowers_loss_and_weights_are_usable(whole):
     rows = metrics(whole)
     assert [row["number"] for row in rows] == list(range(1, 23)) and sum("warm" in row for row in rows) == 2
     steps = [row["loss"] for row in rows if "loss" in row]
@@ -80,7 +80,7 @@ def test_twenty_steps_learn_something_that_is_used(whole):
 
 
 @pytest.mark.slow
-def test_a_model_in_codes_is_trained_for_as_the_floats_that_they_say(tiny, tmp_path):
+def test_quantized_model_trains_like_its_decoded_floats(tiny, tmp_path):
     codes = replace(jkv.models.random(PARAMS.config, form="int8"), tokenizer=PARAMS.tokenizer)
     floats = jax.tree.map(decoded, codes, is_leaf=lambda x: isinstance(x, Coded))
     floats = replace(floats, tokenizer=PARAMS.tokenizer)
@@ -99,7 +99,7 @@ def test_a_model_in_codes_is_trained_for_as_the_floats_that_they_say(tiny, tmp_p
 
 
 @pytest.mark.slow
-def test_a_training_may_begin_where_another_ended(whole, tmp_path):
+def test_training_starts_from_saved_weights(whole, tmp_path):
     more = [*ARGUMENTS[: ARGUMENTS.index("--width")], *ARGUMENTS[ARGUMENTS.index("--width") + 2 :], "--start", whole]
     result = call("train", "trimkv", "--out", tmp_path / "on", *more, "--warm", 0, "--steps", 1, "--rate", 1e-9)
     assert result.exit_code == 0, result.output
@@ -133,7 +133,7 @@ def folders(name, out):
 
 
 @pytest.mark.parametrize("name", ["trimkv", "makeeach"])
-def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_path, monkeypatch):
+def test_start_weights_are_preserved_or_refused(name, tmp_path, monkeypatch):
     said = []
 
     class Looked(commands.Training):
@@ -161,7 +161,7 @@ def test_what_a_training_begins_with_is_what_it_was_given_or_refused(name, tmp_p
 
 
 @pytest.mark.slow
-def test_gates_that_compete_are_trained_and_used(tiny, tmp_path):
+def test_makeeach_weights_are_usable(tiny, tmp_path):
     given = "--budget 24 --steps 3 --texts 2 --length 48 --corpus pydoc --width 4 --check 1 --rate 0.01".split()
     result = call("train", "makeeach", "--out", tmp_path, *given)
     assert result.exit_code == 0, result.output
@@ -195,7 +195,7 @@ def stopped(whole, tmp_path, tiny):
     return tmp_path
 
 
-def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
+def test_killed_training_resumes_exactly(whole, stopped):
     result = train(stopped, "--resume")
     assert result.exit_code == 0, result.output
     a, b = (jax.tree.leaves(trained(folder, Retention())) for folder in (whole, stopped))
@@ -205,7 +205,7 @@ def test_a_killed_training_ends_like_one_that_was_not(whole, stopped):
     assert all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, last), strict=True))
 
 
-def test_another_training_is_not_gone_on_with(whole, tiny, tmp_path):
+def test_resume_refuses_another_training(whole, tiny, tmp_path):
     refused(train(whole), "holds a training already", "--resume")
     refused(train(whole, "--resume", "--seed", 1), "holds another training", "recipe", "give another --out")
     with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +215,7 @@ def test_another_training_is_not_gone_on_with(whole, tiny, tmp_path):
     assert len(metrics(whole)) == 22
 
 
-def test_a_loss_that_is_no_number_stops_it_and_loses_nothing(tiny, tmp_path, whole):
+def test_nonfinite_loss_stops_training_and_keeps_last_state(tiny, tmp_path, whole):
     tell = trainer.Training._tell
 
     def spoil(self, what, told):
@@ -247,7 +247,7 @@ def given_folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("settings", METHODS)
-def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_path, monkeypatch, given_folders):
+def test_training_records_every_setting(settings, tmp_path, monkeypatch, given_folders):
     """All that the weights depend on: not how often they are saved, nor at which budget some are measured.
 
     Of a folder that is read, what is in it.
@@ -276,7 +276,7 @@ def test_a_training_writes_down_every_number_that_it_was_given(settings, tmp_pat
 
 
 @pytest.mark.parametrize("what", ["warm", "step"])
-def test_weights_that_are_no_numbers_are_not_kept_though_their_losses_are(tiny, tmp_path, whole, what):
+def test_nonfinite_weights_are_never_saved(tiny, tmp_path, whole, what):
     """What the last update of a layer, or of all, breaks, no loss has seen."""
 
     def broken(score):
@@ -306,7 +306,7 @@ def test_weights_that_are_no_numbers_are_not_kept_though_their_losses_are(tiny, 
     [b"\0" * 30, b'{"number": 3, "lo', b"[1]", b"{}", b'{"number": "3"}', b"\xff\xfe", b"[" * 100_000],
     ids=["nul", "torn", "list", "nothing", "text", "bytes", "deep"],
 )
-def test_a_damaged_line_of_the_curves_does_not_end_a_training(whole, tmp_path, damage, capsys):
+def test_damaged_metrics_line_is_skipped(whole, tmp_path, damage, capsys):
     shutil.copy(whole / "training.json", tmp_path)
     lines = (whole / "metrics.jsonl").read_bytes().splitlines()
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]) + b"\n")
@@ -315,7 +315,7 @@ def test_a_damaged_line_of_the_curves_does_not_end_a_training(whole, tmp_path, d
     assert "metrics.jsonl: line 3 is damaged and left out" in capsys.readouterr().err
 
 
-def test_a_finished_training_with_damaged_curves_ends_again(whole, tmp_path):
+def test_finished_training_resumes_with_damaged_metrics(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "again")
     (tmp_path / "again" / "metrics.jsonl").write_bytes(b"\0\0\n")
     result = train(tmp_path / "again", "--resume")
@@ -332,7 +332,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_in_which_another_process_trains_is_refused_and_stays(whole, tmp_path):
+def test_locked_folder_is_refused_unchanged(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "again")
     before = {p: p.read_bytes() for p in (tmp_path / "again").rglob("*") if p.is_file()}
     held = [sys.executable, "-c", HOLDER, str(tmp_path / "again" / ".lock")]
@@ -345,7 +345,7 @@ def test_a_folder_in_which_another_process_trains_is_refused_and_stays(whole, tm
     assert not (tmp_path / "again" / ".lock").exists()
 
 
-def test_a_full_disk_does_not_hide_what_ended_a_training(tiny, tmp_path):
+def test_full_disk_does_not_hide_first_error(tiny, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
 
         def full(self, number, value):
@@ -372,23 +372,23 @@ def test_a_full_disk_does_not_hide_what_ended_a_training(tiny, tmp_path):
         (["--warm", 0, "--steps", 0], "something to do"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path, more, says):
+def test_invalid_settings_are_refused_before_writing(tmp_path, more, says):
     refused(train(tmp_path / "out", *more), says)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("option", ["--texts 0", "--budget 0", "--every 0", "--steps -1", "--top -1", "--check -1"])
-def test_numbers_that_are_too_small_are_refused_by_the_name_of_their_option(tmp_path, option):
+def test_too_small_options_are_refused_by_name(tmp_path, option):
     refused(train(tmp_path / "out", *option.split()), f"'{option.split()[0]}'", "trimkv --help", code=2)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_name_that_nothing_trains(tmp_path):
+def test_unknown_method_is_refused(tmp_path):
     refused(train(tmp_path, name="snapkv"), "No such command 'snapkv'", "train --help", code=2)
     assert all(settings.__name__.lower() in call("train", "--help").stdout for settings in METHODS)
 
 
-def test_texts_that_are_held_back_are_not_trained_on_under_another_name(tiny, tmp_path, monkeypatch):
+def test_renamed_held_out_texts_are_refused(tiny, tmp_path, monkeypatch):
     held, _ = corpora.held_back(PARAMS, "pydoc", 200, 2, 0)
     made = Batch(ids=jnp.asarray(np.pad(held, ((0, 0), (9, 0)), constant_values=7)), pos=jnp.zeros((2, 209), int))
     monkeypatch.setattr(corpora, "texts", lambda *_: made)
@@ -396,12 +396,12 @@ def test_texts_that_are_held_back_are_not_trained_on_under_another_name(tiny, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_shorter_than_a_text(tmp_path):
+def test_corpus_shorter_than_text_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("\n\n".join(f"a paragraph, number {i}" for i in range(9)))
     refused(train(tmp_path / "out", "--corpus", tmp_path / "short.txt", "--length", 500), "too short", "500")
 
 
-def test_lessons_are_remembered_while_there_is_room(monkeypatch):
+def test_lessons_are_cached_within_memory_limit(monkeypatch):
     asked = []
 
     class Recipe(trainer.Recipe):
@@ -450,7 +450,7 @@ print(where, max(abs(got[k] - float(x)) for k, x in want.items() if k != "finite
 
 
 @pytest.mark.slow
-def test_two_devices_share_a_step(tmp_path):
+def test_two_device_step_equals_one_device_step(tmp_path):
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, "-c", MESH, str(tmp_path / "out")], capture_output=True, text=True, timeout=300,

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(12)
 C, SIZES, T = PARAMS.config, (40, 33), 40
 
 
-def test_who_wins_in_training_is_who_ranks_best_in_a_cache():
+def test_training_scores_match_cache_ranks():
     x = jnp.asarray(RNG.normal(0, 1, (2, C.layers, T, C.width)), jnp.float32)
     live = jnp.asarray(np.arange(T) < np.array(SIZES)[:, None])
     score = trained_weights.trained(WORTH, Utility())
@@ -40,7 +40,7 @@ def test_who_wins_in_training_is_who_ranks_best_in_a_cache():
             np.testing.assert_allclose(own[layer, row, :, :size], want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_read_of_a_token_is_not_learned():
+def test_input_projections_are_frozen():
     held = suffix.Prefix(x=jnp.asarray(RNG.normal(0, 1, (1, C.layers, 9, C.width)), jnp.float32), k=0, v=0)
     score = trained_weights.trained(WORTH, Utility())
     slope = jax.grad(lambda s: utility.Recipe().worth(s, held, jnp.ones((1, 9), bool)).sum())(score).gate
@@ -60,7 +60,7 @@ def given(monkeypatch, tmp_path):
     return {"--foreseen": zap, "--fading": str(tmp_path / "fading")}
 
 
-def test_without_steps_they_are_both_as_they_are(tmp_path, given):
+def test_zero_steps_keep_initial_weights(tmp_path, given):
     short = "--steps 0 --answer 20 --texts 2 --length 60 --corpus pydoc --budget 24 --window 4 --check 0".split()
     result = call("train", "utility", "--out", tmp_path / "a", *(x for pair in given.items() for x in pair), *short)
     assert result.exit_code == 0, result.output
@@ -82,7 +82,7 @@ def test_without_steps_they_are_both_as_they_are(tmp_path, given):
     )
 
 
-def test_what_is_not_given_is_named(tmp_path, given):
+def test_missing_or_mismatched_weights_are_refused(tmp_path, given):
     c = commands.PARAMS.config
     deep = published_zap(str(tmp_path / "deep"), 8, c.width, c.heads, c.layers + 1)
     line = published_zap(str(tmp_path / "line"), None, c.width, c.heads, c.layers)

@@ -50,7 +50,7 @@ def lossless():
 
 
 @pytest.mark.parametrize("queries", [None, 32])
-def test_latents_of_full_rank_say_what_the_model_says_where_nothing_is_lost(queries):
+def test_full_rank_latents_equal_lossless_model(queries):
     """Beside the model itself; and its own key heads, or its turns, would be lost."""
     old = lossless()
     new = made(queries=queries, params=old)
@@ -59,11 +59,11 @@ def test_latents_of_full_rank_say_what_the_model_says_where_nothing_is_lost(quer
     assert np.abs(said(made(FULL - 4, queries=queries, params=old)) - said(old)).max() > 0.01
 
 
-def test_a_text_of_one_token_needs_no_key():
+def test_single_token_output_is_independent_of_keys():
     np.testing.assert_allclose(said(made(), IDS[:, :1]), said(PARAMS, IDS[:, :1]), atol=2e-5)
 
 
-def test_a_cache_of_latents_goes_on_as_the_model_does():
+def test_latent_decode_equals_model_decode():
     """Decoded with matrices multiplied into queries and outputs, which the model's own heads do without."""
     old = lossless()
     tokens = [
@@ -72,7 +72,7 @@ def test_a_cache_of_latents_goes_on_as_the_model_does():
     assert tokens[0] == tokens[1]
 
 
-def test_a_layer_is_attention_of_expanded_heads():
+def test_layer_equals_expanded_head_attention():
     """In float64, head by head, from the rank and the channels that are asked for."""
     p = made(13)
     w, c = p.layers[1], p.config
@@ -101,7 +101,7 @@ def test_a_layer_is_attention_of_expanded_heads():
     np.testing.assert_allclose(found[0], want, atol=2e-5)
 
 
-def test_factors_are_the_best_of_their_rank():
+def test_factors_are_optimal_low_rank():
     """By the eigenvalues that are left (Eckart and Young), and beside alternating least squares from many starts."""
     rng = np.random.default_rng(1)
     w = rng.normal(size=(9, 7)) @ rng.normal(size=(7, 12))
@@ -118,7 +118,7 @@ def test_factors_are_the_best_of_their_rank():
             assert error <= ((w - a @ b) ** 2).sum() + 1e-9
 
 
-def test_keys_and_values_share_the_best_latent():
+def test_keys_and_values_share_optimal_latent():
     """Rows of both heads' plain channels and values together, not of each; the rotated key is the heads' mean."""
     w, qkv = made(6).layers[0], np.float64(PARAMS.layers[0]["qkv"])
     plain, turned = [2, 3, 6, 7], [0, 1, 4, 5]
@@ -131,7 +131,7 @@ def test_keys_and_values_share_the_best_latent():
 
 
 @pytest.mark.parametrize("rank", [6, 13])
-def test_a_token_takes_the_bytes_of_its_latent_and_its_rotated_key(rank):
+def test_token_bytes_are_latent_plus_rotated_key(rank):
     """In a tier; the window of exact tokens has the latent twice, as a key and as a value."""
     cache = CacheShape(parse("full"), made(rank).config, 2, 100, 28, jnp.float32).empty()
     for layer in cache.layers:
@@ -159,7 +159,7 @@ def loaded(folder):
 
 
 @pytest.mark.slow
-def test_a_step_lowers_the_loss_of_its_texts_and_a_killed_training_ends_alike(tmp_path):
+def test_training_lowers_loss_and_resumes_exactly(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     result = train(one, "--steps", 12, "--check", 1)
     assert result.exit_code == 0, result.output
@@ -190,7 +190,7 @@ def test_a_step_lowers_the_loss_of_its_texts_and_a_killed_training_ends_alike(tm
     assert len(jkv.generate(ours, "int8", text, max_new_tokens=3).tokens) == 3
 
 
-def test_without_steps_it_is_the_conversion(tmp_path):
+def test_zero_steps_equal_conversion(tmp_path):
     assert train(tmp_path / "none", "--steps", 0, "--check", 0).exit_code == 0
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "none").layers, made(16).layers)
 
@@ -204,7 +204,7 @@ NO = [
 
 
 @pytest.mark.parametrize(("more", "says"), NO)
-def test_numbers_that_do_not_fit_the_model_are_refused_before_anything_is_written(more, says, tmp_path):
+def test_invalid_ranks_are_refused_before_writing(more, says, tmp_path):
     refused(train(tmp_path / "no", *more), says)
     assert not (tmp_path / "no").exists()
 
@@ -219,17 +219,17 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("change", "says"), MODELS)
-def test_models_that_cannot_be_converted_are_refused(change, says):
+def test_unconvertible_models_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         xecomla.config_of(HF | change, 16, 4, None)
 
 
-def test_weights_in_codes_are_refused():
+def test_quantized_weights_are_refused():
     with pytest.raises(ValueError, match="weights are int8; load the model without weights="):
         made(params=models.random(HF, form="int8"))
 
 
-def test_what_llama_scales_is_scaled_alike():
+def test_llama3_rope_scaling_is_preserved():
     """Frequencies that are stretched by their length stay those of the model."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     hf = HF | dict(rope_scaling=scaling | dict(original_max_position_embeddings=64), rope_theta=5e5)

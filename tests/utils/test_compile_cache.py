@@ -41,7 +41,7 @@ def compile_all(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted((root / "programs").glob("*-cache"))}
 
 
-def test_torn_programs_are_compiled_anew_once(tmp_path: Path):
+def test_torn_programs_are_recompiled_once(tmp_path: Path):
     entries = compile_all(tmp_path)
     assert len(entries) == len(DAMAGE)
     for (path, data), damage in zip(entries.items(), DAMAGE.values(), strict=True):
@@ -60,7 +60,7 @@ def entry(folder: Path, name: str, size: int, age: float = 0.0) -> Path:
 
 
 @pytest.mark.parametrize("kept", range(5))
-def test_the_oldest_programs_go_first(tmp_path: Path, kept: int):
+def test_oldest_programs_are_evicted_first(tmp_path: Path, kept: int):
     entries = [entry(tmp_path, str(i), 1000, age=100 * (i * 3 % 5)) for i in range(5)]
     (other := tmp_path / "notes.txt").write_text("not a program" * 1000)
     by_age = sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -69,7 +69,7 @@ def test_the_oldest_programs_go_first(tmp_path: Path, kept: int):
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == {compile_cache.STAMP}
 
 
-def test_what_was_read_is_not_read_again_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unchanged_programs_are_not_reread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     old, changed = entry(tmp_path, "old", 10, age=10), entry(tmp_path, "changed", 10, age=10)
     compile_cache.tidy(tmp_path, 1 << 20)
     changed.write_bytes(changed.read_bytes()[:-1])
@@ -79,18 +79,18 @@ def test_what_was_read_is_not_read_again_unless_it_changes(tmp_path: Path, monke
     assert read == [changed] and old.exists() and not changed.exists()
 
 
-def test_a_folder_that_is_not_there_stays_so(tmp_path: Path):
+def test_missing_folder_is_not_created(tmp_path: Path):
     compile_cache.tidy(tmp_path / "programs", 0)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("said", ["x", "-1", "nan", "inf", "2GiB"])
-def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, said: str):
+def test_invalid_size_is_refused(monkeypatch: pytest.MonkeyPatch, said: str):
     monkeypatch.setenv(compile_cache.GIB, said)
     with pytest.raises(ValueError, match=f"{compile_cache.GIB} is '{said}'; it must be a number of GiB"):
         compile_cache.limit()
 
 
-def test_the_size_is_a_setting(monkeypatch: pytest.MonkeyPatch):
+def test_size_limit_comes_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(compile_cache.GIB, "0.5")
     assert compile_cache.limit() == 1 << 29

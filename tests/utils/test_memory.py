@@ -32,22 +32,22 @@ def groups(monkeypatch, tmp_path):
     return write
 
 
-def test_available_memory_is_known_here():
+def test_available_memory_is_plausible():
     assert 1 << 20 < memory.available() < 1 << 50
 
 
-def test_a_machine_without_control_groups(groups):
+def test_available_memory_without_control_groups(groups):
     assert memory.available() == 64 * GB
 
 
 @pytest.mark.parametrize("folder", ["", "job", "job/step"])
-def test_the_least_of_a_group_and_those_above_it(groups, folder):
+def test_available_memory_is_least_of_group_and_ancestors(groups, folder):
     groups("0::/job/step\n", folder, 16 * GB, 5 * GB, GB)
     groups("0::/job/step\n", "other", GB, 0, 0)
     assert memory.available() == 12 * GB
 
 
-def test_groups_of_version_1(groups):
+def test_control_groups_version_1_are_read(groups):
     groups("4:memory:/job\n0::/\n", "memory/job", 8 * GB, 3 * GB, GB, version=1)
     assert memory.available() == 6 * GB
     groups(
@@ -56,19 +56,19 @@ def test_groups_of_version_1(groups):
     assert memory.available() == 5 * GB
 
 
-def test_a_group_without_a_limit(groups):
+def test_unlimited_group_is_ignored(groups):
     groups("0::/job\n", "job", "max", 5 * GB, GB)
     assert memory.available() == 64 * GB
 
 
-def test_those_who_ask_get_the_same(groups):
+def test_free_memory_agrees_across_callers(groups):
     groups("0::/\n", "", 8 * GB, 3 * GB, 0)
     assert chunking.spare(None) == 4 * GB and memory.free(jax.devices()[0]) == 5 * GB
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80, "bytes_in_use": 30})
     assert memory.free(device) == 50
 
 
-def test_the_peak_is_of_what_was_held_since_it_was_forgotten():
+def test_peak_memory_counts_since_last_reset():
     """Of pages of the system's own, as what a process has freed may be taken again without growing."""
     with mmap.mmap(-1, 40 << 20) as held:
         held.write(b"1" * len(held))

@@ -66,7 +66,7 @@ def tokens(answers: Iterator[list[Any]]) -> dict[int, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", rig.COMMON, ids=str)
-def test_rows_that_were_handed_over_have_the_tokens_of_one_process(case: rig.Case, tmp_path: Path):
+def test_handed_over_rows_equal_single_process(case: rig.Case, tmp_path: Path):
     """Each through a file, in an order that is not theirs, into slots that others have left."""
     rows = requests(5)
     bucket = Bucket(lengths=(64,), new=64, rows=rows)
@@ -133,7 +133,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_a_job_of_stages_writes_the_rows_of_one_process(tmp_path: Path, whole: Any):
+def test_disaggregated_job_equals_single_process(tmp_path: Path, whole: Any):
     task = job(tmp_path)
     report = run(task, never, nothing, staged(task, (1, 1), LOAD))
     assert written(task) == whole and not (tmp_path / "out" / crews.FOLDER).exists()
@@ -156,7 +156,7 @@ HOSTED = "int4 | quest(pages=1, host='values')"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"draft": "suffix"}, {"batch": 0}, {"cache": HOSTED}, {"store": "int4"}], ids=str)
-def test_a_job_of_stages_is_asked_as_any_other(tmp_path: Path, how: dict[str, Any]):
+def test_disaggregated_options_equal_single_process(tmp_path: Path, how: dict[str, Any]):
     """Drafts, as many rows as fit, codes in the memory of the host, beginnings in a store."""
     config = methods.parse(str(how.get("cache", how.get("store", "snapkv(budget=40, window=8) | int4"))))
     more = {name: x for name, x in how.items() if name in ("draft", "batch")}
@@ -186,7 +186,7 @@ def broken() -> jkv.Params:
 
 
 @pytest.mark.slow
-def test_a_drafter_that_fails_in_a_worker_is_told_of(tmp_path: Path, whole: Any):
+def test_drafter_failure_in_worker_is_reported(tmp_path: Path, whole: Any):
     task = job(tmp_path, drafter="suffix")
     report = run(task, never, nothing, staged(task, (1, 1), broken))
     assert written(task) == whole
@@ -194,7 +194,7 @@ def test_a_drafter_that_fails_in_a_worker_is_told_of(tmp_path: Path, whole: Any)
 
 
 @pytest.mark.slow
-def test_workers_change_their_stage_while_rows_are_under_way(tmp_path: Path, whole: Any):
+def test_workers_change_stage_during_job(tmp_path: Path, whole: Any):
     """Of three that prefill two, and later one, go to the one that decodes, or back."""
     task = job(tmp_path)
     report = run(task, never, nothing, staged(task, (3, 1), LOAD, every=0.0))
@@ -206,9 +206,7 @@ def test_workers_change_their_stage_while_rows_are_under_way(tmp_path: Path, who
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_a_worker_that_is_killed_in_a_hand_over_loses_no_row(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, stage: str
-):
+def test_killed_worker_loses_no_row(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, stage: str):
     """As soon as it has its second row: kill -9."""
     give, killed = Crew._give, []
 
@@ -228,9 +226,7 @@ def test_a_worker_that_is_killed_in_a_hand_over_loses_no_row(
 
 
 @pytest.mark.slow
-def test_a_row_whose_workers_are_killed_twice_fails_and_no_other_does(
-    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_row_that_kills_two_workers_fails_alone(tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch):
     give = Crew._give
 
     def gives(self: Crew, member: Any) -> None:
@@ -247,7 +243,7 @@ def test_a_row_whose_workers_are_killed_twice_fails_and_no_other_does(
 
 
 @pytest.mark.slow
-def test_a_worker_of_another_model_is_refused_by_its_fingerprint(tmp_path: Path):
+def test_worker_with_other_model_is_refused(tmp_path: Path):
     task = job(tmp_path)
     other = partial(jkv.models.random, HF, 1, jnp.float32)
     with pytest.raises(ValueError, match="a worker has the model .*caches would be another model's"):
@@ -256,7 +252,7 @@ def test_a_worker_of_another_model_is_refused_by_its_fingerprint(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_job_of_stages_that_is_stopped_goes_on(tmp_path: Path, whole: Any):
+def test_stopped_disaggregated_job_resumes(tmp_path: Path, whole: Any):
     task, said = job(tmp_path), []
     report = run(task, lambda: len(said) > 1, lambda *x: said.append(x), staged(task, (1, 1), LOAD))
     assert report.stopped and 0 < len(written(task)) < 9 and not (tmp_path / "out" / crews.FOLDER).exists()
@@ -273,7 +269,7 @@ def test_a_job_of_stages_that_is_stopped_goes_on(tmp_path: Path, whole: Any):
 
 
 @pytest.mark.slow
-def test_rows_beyond_the_models_positions_are_handed_over(tmp_path: Path):
+def test_rows_longer_than_context_are_handed_over(tmp_path: Path):
     """By a cache that forgets: the model of a worker reaches as far as its bucket."""
     load = partial(jkv.models.random, HF | dict(max_position_embeddings=64), 0, jnp.float32)
     one = job(tmp_path, params=load(), config=methods.parse("streaming(budget=40)"), out=tmp_path / "one")
@@ -282,7 +278,7 @@ def test_rows_beyond_the_models_positions_are_handed_over(tmp_path: Path):
     assert written(task) == written(one)
 
 
-def test_a_row_that_is_lost_takes_no_others_cache_along(tmp_path: Path):
+def test_lost_row_deletes_only_own_files(tmp_path: Path):
     rows = [replace(requests(1)[0], line=i) for i in (1, 11, 21, 101)]
     ledger = Ledger([Task(0, x) for x in rows], 9)
     crew = object.__new__(Crew)
@@ -300,7 +296,7 @@ def test_a_row_that_is_lost_takes_no_others_cache_along(tmp_path: Path):
     }
 
 
-def test_two_who_send_more_than_a_pipe_holds_both_go_on():
+def test_large_messages_do_not_deadlock_worker_pipe():
     """The worker sends while it is sent to: what it has not asked for yet is heard."""
     ours, theirs = multiprocessing.Pipe()
     worker = object.__new__(Worker)
@@ -314,7 +310,7 @@ def test_two_who_send_more_than_a_pipe_holds_both_go_on():
     assert worker.heard.get() is None
 
 
-def test_a_parent_that_cannot_be_understood_is_as_one_that_is_no_more():
+def test_malformed_message_counts_as_closed_pipe():
     ours, theirs = multiprocessing.Pipe()
     worker = object.__new__(Worker)
     worker.pipe, worker.heard = theirs, SimpleQueue()
@@ -327,14 +323,14 @@ def test_a_parent_that_cannot_be_understood_is_as_one_that_is_no_more():
     assert worker.heard.get(timeout=1) is None
 
 
-def test_workers_whose_weights_alone_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_workers_without_memory_for_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     task = job(tmp_path)
     monkeypatch.setattr(Work, "free", 2 * tree_bytes(task.params))
     with pytest.raises(ValueError, match="2 workers take .* bytes for weights alone"):
         run(task, never, nothing, staged(task, (1, 1), LOAD))
 
 
-def test_jobs_that_stages_cannot_run_are_refused(tmp_path: Path):
+def test_unsupported_disaggregated_jobs_are_refused(tmp_path: Path):
     task = job(tmp_path)
     mesh = sharding.MeshPlan(sharding.parse_mesh("model=1", jax.devices(), task.params.config))
     for refused, why in (

@@ -56,7 +56,7 @@ def test_each_row_is_in_one_place_and_ends_once(random, n: int, ahead: int):
         assert all(n <= TRIES for n in ledger.lost.values())
 
 
-def test_where_decoding_is_behind_prefilling_waits():
+def test_prefill_waits_for_decode():
     ledger = Ledger(tasks(9), 2)
     for _ in range(2):
         assert (task := ledger.to_prefill(0)) is not None and ledger.queues()[0] > 0 or ledger.room == 0
@@ -66,7 +66,7 @@ def test_where_decoding_is_behind_prefilling_waits():
     assert ledger.to_prefill(0) is not None and ledger.to_prefill(0) is None
 
 
-def test_a_row_that_is_lost_is_done_again_once_and_before_all_others():
+def test_lost_row_is_retried_once_and_first():
     ledger = Ledger(tasks(3), 2)
     for lost in range(TRIES):
         task = ledger.to_prefill(0)
@@ -75,7 +75,7 @@ def test_a_row_that_is_lost_is_done_again_once_and_before_all_others():
     assert [x.part for x in ledger.waiting] == [(1, 0), (2, 0)]
 
 
-def test_a_worker_goes_where_a_queue_is_twice_as_long_as_another():
+def test_worker_moves_to_queue_twice_as_long():
     assert decide((9, 1, 1), (1, 3, 2)) == (1, 0) and decide((9, 5, 6), (1, 3, 2)) is None
     for queues in itertools.product(range(5), repeat=2):
         for workers in itertools.product((1, 2, 3), repeat=2):
@@ -86,12 +86,12 @@ def test_a_worker_goes_where_a_queue_is_twice_as_long_as_another():
 
 @pytest.mark.parametrize("text", ["", "prefill=1", "prefill=0,decode=1", "prefill=1,decode=1,decode=2", "a=1,b=2",
                                   "prefill=x,decode=1", "prefill=1,decode=64"])  # fmt: skip
-def test_what_divides_no_workers_is_refused(text: str):
+def test_invalid_stages_are_refused(text: str):
     with pytest.raises(ValueError, match="--stages"):
         divided(text)
 
 
-def test_rows_that_were_not_lost_go_before_one_that_needs_a_worker_for_itself():
+def test_lost_row_is_decoded_alone():
     """Workers that have rows take those behind it; one that has none takes it, and no other beside."""
     ledger = Ledger(tasks(8), 8)
     lost = ledger.to_prefill(0)

@@ -33,7 +33,7 @@ def test_three_requests_by_hand():
     assert got == [Served(2.5, 6.5), Served(6.5, 7.0), Served(7.5, 7.5)]
 
 
-def test_in_time_is_a_share_of_both_deadlines():
+def test_in_time_requires_both_deadlines():
     asked = [SimulatedRequest(1.0, 1, 3), SimulatedRequest(1.0, 1, 3), SimulatedRequest(1.0, 1, 1)]
     served = [Served(2.0, 3.0), Served(2.0, 4.0), Served(9.0, 9.0)]
     assert in_time(asked, served, 1.0, 0.5) == 1 / 3 and in_time(asked, served, 1.0, 1.0) == 2 / 3
@@ -41,7 +41,7 @@ def test_in_time_is_a_share_of_both_deadlines():
 
 
 @pytest.mark.parametrize("every", [inf, 3.0])
-def test_every_request_is_served_in_its_time_and_more_workers_serve_more(every: float):
+def test_more_workers_serve_more_requests_in_time(every: float):
     rng = np.random.default_rng(0)
     lengths = [(int(a), int(b)) for a, b in zip(rng.integers(1, 9, 60), rng.integers(1, 30, 60), strict=True)]
     asked = arrivals(lengths, 0.4)
@@ -56,7 +56,7 @@ def test_every_request_is_served_in_its_time_and_more_workers_serve_more(every: 
     assert shares == sorted(shares) and shares[0] < shares[-1] == 1
 
 
-def test_roles_change_where_prompts_are_what_waits():
+def test_workers_move_to_prefill_backlog():
     """All of the work is prefilling: of four workers that decode two or more go."""
     asked = [SimulatedRequest(0.0, 10, 1)] * 40
     stays = Simulation(asked, (1, 4), COSTS)
@@ -66,7 +66,7 @@ def test_roles_change_where_prompts_are_what_waits():
     assert all(x.last < inf for x in goes.served)
 
 
-def test_the_planner_finds_the_division_that_the_work_asks_for():
+def test_planner_finds_best_worker_split():
     costs = Costs(token=1.0, step=0.01, slots=8, block=16)
     found = list(plans([(4, 4)] * 200, 4, (0.2, 0.6, 1.5), costs, first=30.0, later=1.0))
     assert len(found) == 9
@@ -75,12 +75,12 @@ def test_the_planner_finds_the_division_that_the_work_asks_for():
     assert best(found, share=1.1) is None
 
 
-def test_costs_are_those_of_a_report_with_stages():
+def test_costs_require_report_with_stages():
     with pytest.raises(ValueError, match="give that of a job with --stages"):
         Costs.of({"batch": 4, "stages": None})
 
 
-def test_the_command_simulates_with_the_times_of_a_job(tmp_path: Path):
+def test_bench_stages_simulates_with_measured_times(tmp_path: Path):
     """Prompts of 10 s and answers of no time: three workers of four have to prefill."""
     answered = {"line": 1, "key": "a", "tokens": [1, 2], "prompt_tokens": 10}
     (tmp_path / "rows-00000-of-00001.jsonl").write_text(json.dumps(answered) + "\n")

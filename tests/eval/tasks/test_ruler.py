@@ -40,14 +40,14 @@ def made(name: str, length: int = 1500, samples: int = 4):
     return examples(name, length, samples, 11, quarter)
 
 
-def test_all_thirteen_are_there():
+def test_ruler_has_all_thirteen_tasks():
     assert [name for name, row in TASKS.items() if row.suite == "ruler"] == [*NEEDLES, *OTHERS]
     assert [TASKS[name].new for name in OTHERS] == [30, 120, 50, 32, 32]
     assert {TASKS[name].new for name in NEEDLES} == {128}
 
 
 @pytest.mark.parametrize("name", NEEDLES)
-def test_needles_are_found_by_their_keys(name):
+def test_needles_are_found_by_key(name):
     hay, key_form, value_form, many, each, asked = NEEDLES[name]
     for example in made(name):
         body = example.context.split("\n\n", 1)[1]
@@ -70,14 +70,14 @@ def test_needles_are_found_by_their_keys(name):
 
 
 @pytest.mark.parametrize("name", NEEDLES)
-def test_depths_are_where_the_needles_are(name):
+def test_needle_depths_match_metadata(name):
     for example in made(name, 8000):
         body = example.context.split("\n\n", 1)[1]
         for depth, line in zip(example.meta["depths"], example.meta["needles"], strict=True):
             assert body.index(line) / (len(body) - len(line)) == pytest.approx(depth, abs=0.02)
 
 
-def test_depths_in_prose_are_even_and_never_twice():
+def test_prose_depths_are_even_and_distinct():
     seen = set()
     for example in made("niah_multivalue", samples=30):
         grid = [depth * (DEPTHS - 1) for depth in example.meta["depths"]]
@@ -88,7 +88,7 @@ def test_depths_in_prose_are_even_and_never_twice():
 
 @given(st.floats(0, 1), st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
-def test_the_classic_needle_is_at_its_depth(depth, seed):
+def test_classic_needle_is_at_given_depth(depth, seed):
     example = needle(np.random.default_rng(seed), 3000, depth, quarter)
     body = example.context.split("\n\n", 1)[1]
     (line,) = example.meta["needles"]
@@ -101,16 +101,16 @@ def test_the_classic_needle_is_at_its_depth(depth, seed):
 
 
 @pytest.mark.parametrize("depth", [-0.1, 50, float("nan")])
-def test_a_depth_is_a_fraction(depth):
+def test_depth_must_be_fraction(depth):
     with pytest.raises(ValueError, match="a fraction from 0"):
         needle(np.random.default_rng(0), 3000, depth, quarter)
 
 
-def test_the_row_of_the_classic_takes_all_depths():
+def test_niah_samples_cover_all_depths():
     assert {example.meta["depth"] for example in made("niah", samples=60)} == {i / 10 for i in range(11)}
 
 
-def test_vt_traces_one_chain_after_a_worked_example():
+def test_vt_traces_one_chain_after_worked_example():
     for example in made("vt"):
         shown, text = example.context.split("\n\nThe text:\n\n")
         (value,) = re.findall(r"number (\d{5})", example.question)
@@ -127,7 +127,7 @@ def test_vt_traces_one_chain_after_a_worked_example():
     "length, often, seldom, shown",
     [(1500, 6, 1, (20, 3, 1)), (4095, 6, 1, (20, 3, 1)), (4096, 30, 3, (40, 10, 3)), (40000, 30, 3, (40, 10, 3))],
 )
-def test_cwe_asks_for_the_ten_most_common(length, often, seldom, shown):
+def test_cwe_asks_for_ten_most_common(length, often, seldom, shown):
     def counted(text: str) -> Counter:
         entries = re.findall(r"(\d+)\. ([a-z]+)", text)
         assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
@@ -146,13 +146,13 @@ def test_cwe_asks_for_the_ten_most_common(length, often, seldom, shown):
         assert Counter(sample.values()) == {many: 10, few: words - 10}
 
 
-def test_common_words_are_not_within_others():
+def test_cwe_answers_are_no_substrings():
     for example in made("cwe", 900, 40):
         words = set(re.findall(r"\d+\. ([a-z]+)", example.context.split("The list:")[1]))
         assert not [word for word in words for answer in example.answers if answer in word and answer != word]
 
 
-def test_the_smallest_fwe_has_no_ties():
+def test_smallest_fwe_has_no_ties():
     with pytest.raises(ValueError, match="give a length of") as caught:
         made("fwe", 30)
     for example in made("fwe", int(str(caught.value).split()[-1])):
@@ -161,7 +161,7 @@ def test_the_smallest_fwe_has_no_ties():
 
 
 @pytest.mark.parametrize("length", [700, 1500, 20000])
-def test_fwe_follows_zipf_and_asks_for_the_ranks_after_the_noise(length):
+def test_fwe_follows_zipf_after_noise(length):
     for example in made("fwe", length):
         body = example.context.split("\n\n", 1)[1].split()
         noise = body.count("...")
@@ -182,14 +182,14 @@ def test_fwe_follows_zipf_and_asks_for_the_ranks_after_the_noise(length):
         assert fits, "no n gives these counts"
 
 
-def test_zipf_counts_of_the_specification():
+def test_zipf_counts_match_specification():
     import math
 
     assert [int(1000 * k**-2 * 6 / math.pi**2) for k in (1, 2, 3, 4)] == [607, 151, 67, 37]
 
 
 @pytest.mark.parametrize("name, hops", [("qa_1", 0), ("qa_2", 1)])
-def test_questions_about_documents_have_one_answer(name, hops):
+def test_qa_questions_have_one_answer(name, hops):
     kinds = set()
     for example in made(name, samples=12):
         assert fact(example.context, example.question) == list(example.answers)
@@ -201,7 +201,7 @@ def test_questions_about_documents_have_one_answer(name, hops):
     assert kinds == {"town", "firm", "pet"}
 
 
-def test_two_hops_need_two_documents():
+def test_two_hop_questions_need_two_documents():
     for example in made("qa_2"):
         who = re.search("teacher of (.+?) (born|work|called)", example.question)[1]
         documents = example.context.split("\n\n")[1:]
@@ -211,7 +211,7 @@ def test_two_hops_need_two_documents():
 
 @given(st.integers(0, 2**32), st.integers(2, 60))
 @settings(max_examples=30, deadline=None)
-def test_people_are_all_different_and_taught_in_one_circle(seed, n):
+def test_people_are_distinct_and_mentors_form_one_cycle(seed, n):
     crowd = people(np.random.default_rng(seed), n)
     assert len(crowd) == n
     values = [v for p in crowd for v in (p.name, p.town, p.firm, p.pet)]
@@ -234,21 +234,21 @@ def test_strings_are_distinct(seed, n):
     assert len(set(names)) == 25
 
 
-def test_the_last_string_of_its_kind_is_found_and_no_more():
+def test_letters_exhausts_alphabet_then_refuses():
     rng = np.random.default_rng(0)
     assert sorted(letters(rng, 4, 1, "abcd")) == list("abcd")
     with pytest.raises(ValueError, match="there are no 5 different strings"):
         letters(rng, 5, 1, "abcd")
 
 
-def test_more_keys_than_there_are_is_refused():
+def test_too_many_keys_are_refused():
     with pytest.raises(ValueError, match="different keys, 98001 are needed"):
         keys(np.random.default_rng(0), 98001)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3000), st.lists(st.floats(0, 1), max_size=4))
 @settings(max_examples=40, deadline=None)
-def test_prose_has_its_words_and_its_inserts(seed, n, depths):
+def test_prose_has_requested_words_and_inserts(seed, n, depths):
     inserts = [(depth, f"Insert {i} is here.") for i, depth in enumerate(depths)]
     text = prose(np.random.default_rng(seed), n, inserts)
     assert all(text.count(sentence) == 1 for _, sentence in inserts)
@@ -260,7 +260,7 @@ def test_prose_has_its_words_and_its_inserts(seed, n, depths):
         assert not before or before[-1] in ".!?:", "a needle is between sentences"
 
 
-def test_prose_goes_on_after_its_last_sentence():
+def test_prose_repeats_after_corpus_end():
     text = prose(np.random.default_rng(0), 60_000)
     assert len(text.split()) == 60_000
     assert text.count(text[:200]) == 2, "the corpus has some 43,000 words"

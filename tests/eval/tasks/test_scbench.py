@@ -110,7 +110,7 @@ SOLVERS = {
 }
 
 
-def test_every_session_has_a_solver_and_a_row_among_the_tasks():
+def test_every_session_has_solver_and_task():
     assert list(SOLVERS) == list(SESSIONS) == [n for n, row in TASKS.items() if row.suite == "shared"]
     assert {row.ability for row in SESSIONS.values()} == {
         "string retrieval",
@@ -121,7 +121,7 @@ def test_every_session_has_a_solver_and_a_row_among_the_tasks():
 
 
 @pytest.mark.parametrize("length", [1800, 12000])
-def test_answers_follow_from_the_text(name, length):
+def test_answers_follow_from_text(name, length):
     for one in sessions(name, length, 3, 21, quarter):
         assert len(one.turns) == 5
         for turn in one.turns:
@@ -132,7 +132,7 @@ def test_answers_follow_from_the_text(name, length):
         assert len({turn.question for turn in one.turns}) == 5
 
 
-def test_the_probe_asks_for_nothing_that_is_there(name):
+def test_probe_asks_for_absent_item(name):
     for one in sessions(name, 1800, 5, 22, quarter):
         probe = one.probe
         assert probe.context == one.context and RULE in one.context
@@ -167,7 +167,7 @@ def test_probes_are_worded_like_questions(name):
         assert plain(asked(one.probe)) in {plain(asked(turn)) for turn in one.turns}
 
 
-def test_the_whole_conversation_fits(name):
+def test_conversation_fits_length(name):
     tokenizer = read("smollm2-135m").tokenizer
 
     def count(text):
@@ -180,7 +180,7 @@ def test_the_whole_conversation_fits(name):
         assert all(count(turn.gold) <= SESSIONS[name].new for turn in one.turns)
 
 
-def test_the_same_seed_gives_the_same_and_others_differ(name):
+def test_sessions_are_determined_by_seed(name):
     made = sessions(name, 1800, 3, 5, quarter)
     assert made == sessions(name, 1800, 3, 5, quarter)
     assert made[:1] == sessions(name, 1800, 1, 5, quarter)
@@ -190,14 +190,14 @@ def test_the_same_seed_gives_the_same_and_others_differ(name):
     assert made[2].probe.meta["turn"] == -1 and made[2].probe.meta["kind"] == "probe"
 
 
-def test_no_key_of_the_object_is_a_value_too():
+def test_kv_keys_and_values_are_distinct():
     for one in sessions("kv", 1800, 3, 28, quarter):
         table = json.loads(body(one))
         strings = [*table, *table.values()]
         assert len(set(strings)) == 2 * len(table) and all(re.fullmatch("[0-9a-f]{32}", s) for s in strings)
 
 
-def test_decoys_share_one_side_of_each_string():
+def test_decoys_share_prefix_or_suffix():
     for one in sessions("prefix_suffix", 1800, 3, 25, quarter):
         strings = body(one).split("\n")
         for example in [*one.turns, one.probe]:
@@ -206,7 +206,7 @@ def test_decoys_share_one_side_of_each_string():
             assert any(s.endswith(end) and not s.startswith(start) for s in strings)
 
 
-def test_the_shots_show_every_adjective_twice_and_four_labels():
+def test_shots_repeat_adjectives_and_show_four_labels():
     for one in sessions("many_shot", 1200, 3, 26, quarter):
         shots = re.findall(r"Thing: (\S+) \S+\nLabel: (\w+)", body(one))
         firsts = [first for first, _ in shots]
@@ -214,7 +214,7 @@ def test_the_shots_show_every_adjective_twice_and_four_labels():
         assert len({label for _, label in shots}) == 4
 
 
-def test_a_summary_has_a_figure_for_each_report():
+def test_summary_has_figure_per_report():
     for one in sessions("sum_niah", 2500, 3, 27, quarter):
         titles = re.findall(r"^Report on (\w+)$", body(one), re.M)
         figures = dict(re.findall(r"report on (\w+) is a figure of (\d{5})\.", body(one)))
@@ -223,7 +223,7 @@ def test_a_summary_has_a_figure_for_each_report():
         assert SESSIONS["sum_niah"].score(" ".join(list(figures.values())[:3]), summary.answers) == 0.5
 
 
-def test_unknown_and_too_short_are_refused(name):
+def test_unknown_and_too_short_sessions_are_refused(name):
     with pytest.raises(ValueError, match="unknown task 'match_find': did you mean 'math_find'"):
         sessions("match_find", 1000, 1, 0, quarter)
     with pytest.raises(ValueError, match=rf"{name}: 30 tokens are too few.*give a length of \d+") as caught:

@@ -36,7 +36,7 @@ def unit(text: str, count) -> int:
 
 
 @pytest.mark.parametrize("length", [1100, 4096])
-def test_prompts_fit_and_fill_their_length(name, length, count):
+def test_prompts_fit_and_fill_length(name, length, count):
     for example in examples(name, length, 2, 7, count):
         used = count(example.context + example.question + example.prefix)
         assert used <= length
@@ -45,13 +45,13 @@ def test_prompts_fit_and_fill_their_length(name, length, count):
 
 
 @pytest.mark.parametrize("length", [900, 1500, 20000])
-def test_any_count_will_do(name, length):
+def test_any_token_count_function_works(name, length):
     for example in examples(name, length, 3, 1, quarter):
         assert quarter(example.prompt) <= length
         assert quarter(example.prompt) >= 0.94 * length
 
 
-def test_the_same_seed_gives_the_same_and_others_differ(name):
+def test_examples_are_determined_by_seed(name):
     made = examples(name, 1500, 3, 5, quarter)
     assert made == examples(name, 1500, 3, 5, quarter)
     assert made[:2] == examples(name, 1500, 2, 5, quarter)
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_and_others_differ(name):
     assert {(example.meta["seed"], example.meta["length"]) for example in other} == {(6, 1500)}
 
 
-def test_the_right_answer_scores_one_and_silence_nothing(name):
+def test_gold_scores_one_and_empty_scores_zero(name):
     task = TASKS[name]
     for example in examples(name, 1500, 3, 2, quarter):
         for said in (example.gold, " ".join(example.answers)):
@@ -70,12 +70,12 @@ def test_the_right_answer_scores_one_and_silence_nothing(name):
         assert task.score("I do not know.", example.answers) == 0.0
 
 
-def test_another_samples_answer_is_wrong(name):
+def test_answer_of_another_sample_is_wrong(name):
     one, two = examples(name, 1500, 2, 3, quarter)
     assert TASKS[name].score(two.gold, one.answers) < 1.0
 
 
-def test_answers_are_in_the_context_and_not_given_away(name):
+def test_answers_are_in_context_only(name):
     for example in examples(name, 1500, 3, 4, quarter):
         assert example.answers
         for answer in example.answers:
@@ -83,7 +83,7 @@ def test_answers_are_in_the_context_and_not_given_away(name):
             assert answer not in example.question + example.prefix
 
 
-def test_texts_join_without_care(name):
+def test_prompt_parts_concatenate(name):
     example = examples(name, 1500, 1, 0, quarter)[0]
     assert example.prompt == example.context + example.question + example.prefix
     assert example.context == example.context.strip()
@@ -91,14 +91,14 @@ def test_texts_join_without_care(name):
     assert example.prefix == example.prefix.strip() and example.gold.startswith(" ")
 
 
-def test_what_is_too_short_is_refused_with_a_length_that_works(name):
+def test_too_short_length_is_refused_with_sufficient_one(name):
     with pytest.raises(ValueError, match=rf"{name}: 30 tokens are too few.*give a length of \d+") as caught:
         examples(name, 30, 1, 0, quarter)
     enough = int(str(caught.value).split()[-1])
     assert quarter(examples(name, enough, 1, 0, quarter)[0].prompt) <= enough
 
 
-def test_unknown_names_are_refused_with_the_nearest():
+def test_unknown_task_suggests_nearest_name():
     with pytest.raises(ValueError, match="unknown task 'niah_singel_1': did you mean 'niah_single_1'"):
         examples("niah_singel_1", 1000, 1, 0, quarter)
     with pytest.raises(ValueError, match="there are .*vt, cwe"):
@@ -106,13 +106,13 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"samples": 0}, {"seed": -1}])
-def test_bad_numbers_are_refused(wrong):
+def test_invalid_numbers_are_refused(wrong):
     (what,) = wrong
     with pytest.raises(ValueError, match=f"{what}={wrong[what]}"):
         examples(**({"name": "vt", "length": 2000, "samples": 1, "seed": 0, "count": quarter} | wrong))
 
 
-def test_a_task_is_one_function(monkeypatch):
+def test_task_decorator_registers_function(monkeypatch):
     monkeypatch.setattr(tasks, "TASKS", {})
 
     @tasks.task("niah", new=3, score=tasks.string_match_part)
@@ -129,12 +129,12 @@ def test_a_task_is_one_function(monkeypatch):
     assert made.meta == {"kind": "bird", "seed": 0, "sample": 0, "length": 9}
 
 
-def test_the_table_is_whole():
+def test_task_table_is_complete():
     assert [row.suite for row in TASKS.values()].count("ruler") == 13
     assert all(row.name == key and row.about.endswith(".") and row.new > 0 for key, row in TASKS.items())
 
 
-def test_any_module_may_be_imported_first():
+def test_modules_import_in_any_order():
     script = """
 import importlib, sys
 names = ["tasks", "tasks.ruler", "tasks.niah", "tasks.scbench", "tasks.words", "corpora"]
@@ -150,7 +150,7 @@ for name in names:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(60, 5000), st.integers(1, 40), st.integers(0, 40))
-def test_fit_finds_the_largest_within_a_percent(seed, length, size, head):
+def test_fit_finds_largest_size_within_one_percent(seed, length, size, head):
     """Units of 1 to `size` tokens after `head` tokens of text."""
     calls = []
 
@@ -170,7 +170,7 @@ def test_fit_finds_the_largest_within_a_percent(seed, length, size, head):
     assert len(calls) <= 16
 
 
-def test_fit_is_not_lost_where_the_cost_of_a_unit_jumps():
+def test_fit_handles_jumps_in_unit_cost():
     calls = []
 
     def count(n):

@@ -18,7 +18,7 @@ from jkv.cache.padding import bucket
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
-from jkv.prompts.allocation import shaped
+from jkv.prompts.allocation import CacheShape
 from jkv.prompts.chunking import chosen, needed
 from jkv.prompts.tokenization import check_length, reaching
 from jkv.utils.validation import read_bytes
@@ -74,7 +74,8 @@ def shapes(config: CacheConfig, model: ModelConfig, context: int, dtype: Any, ba
         model = reaching(model, prompt + reserve)
     else:
         reserve = min(reserve, model.context - prompt)
-    return shaped(config, model, batch, bucket(prompt) + reserve, reserve, jnp.dtype(dtype)), prompt
+    shape = CacheShape(config, model, batch, bucket(prompt) + reserve, reserve, jnp.dtype(dtype))
+    return shape.shapes(), prompt
 
 
 def longer(model: ModelConfig, context: int) -> ModelConfig:

@@ -8,7 +8,7 @@ import pytest
 import jkv
 from jkv.engine.formats import TEXT, from_openai
 from jkv.engine.request import Limits, request
-from jkv.generation import api
+from jkv.generation import api, text_stream
 from jkv.prompts.tokenization import encode
 from support.speaking import PARAMS, byte_tokenizer
 
@@ -49,7 +49,8 @@ def test_generate_stream_prefill_and_a_job_read_a_text_alike(monkeypatch):
         read.extend(rows)
         raise InterruptedError
 
-    monkeypatch.setattr(api, "Generation", stops)
+    for module in (api, text_stream):
+        monkeypatch.setattr(module, "Generation", stops)
     monkeypatch.setattr(api, "prefilled", stops)
     for chat in (None, True, False):
         for run in (jkv.generate, lambda *x, **how: list(jkv.stream(*x, **how)), jkv.prefill):

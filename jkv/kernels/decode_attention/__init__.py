@@ -31,8 +31,7 @@ def lengths(pos: Array) -> Array:
     >>> lengths(jnp.array([[[4, -1, 2, -1], [-1, -1, -1, -1]]])).tolist()
     [[[3], [0]]]
     """
-    ends = jnp.arange(1, pos.shape[2] + 1, dtype=jnp.int32)[None, None]
-    return jnp.where(pos >= 0, ends, 0).max(2, keepdims=True, initial=0)
+    return jnp.where(pos >= 0, jnp.arange(1, pos.shape[2] + 1, dtype=jnp.int32)[None, None], 0).max(2, keepdims=True)
 
 
 def unclear(x: KernelCodes) -> str | None:

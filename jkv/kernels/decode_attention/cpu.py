@@ -15,7 +15,7 @@ from jax import Array
 from jkv.arrays.bitpacking import together
 from jkv.arrays.online_softmax import Partial
 from jkv.kernels import cpu_library
-from jkv.kernels.decode_attention import lengths, unclear
+from jkv.kernels.decode_attention import unclear
 from jkv.protocols import KernelCodes
 
 MAX_DIM = 512  # as in cpu.cc
@@ -80,7 +80,7 @@ def attention(
         rows,
         pos,
         *(jnp.broadcast_to(x, (b, t)) for x in (first, last)),
-        lengths(pos) if ends is None else ends,
+        jnp.full((*pos.shape[:2], 1), pos.shape[2], jnp.int32) if ends is None else ends,
         *_operands(k),
         *_operands(v),
         key_bits=np.int32(k.bits),

@@ -58,11 +58,14 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 inline float sum(Floats x) {
   typedef float Four __attribute__((vector_size(16)));
-  Four parts[WIDTH / 4];
-  std::memcpy(parts, &x, sizeof x);
-  for (int n = WIDTH / 8; n > 0; n /= 2)
-    for (int i = 0; i < n; ++i) parts[i] += parts[i + n];
-  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+  Four y = {x[0], x[1], x[2], x[3]};  // compilers take such a part out of a register without a detour through memory
+#if WIDTH > 4
+  y += Four{x[4], x[5], x[6], x[7]};
+#endif
+#if WIDTH > 8
+  y += Four{x[8], x[9], x[10], x[11]} + Four{x[12], x[13], x[14], x[15]};
+#endif
+  return (y[0] + y[2]) + (y[1] + y[3]);
 }
 
 inline float from_bits(uint32_t x) {
@@ -159,85 +162,100 @@ void unpack(const uint8_t* from, int bits, int64_t dim, uint8_t* to) {
   }
 }
 
+void scale(const uint8_t* __restrict from, int64_t n, float step, float low, float* __restrict to) {
+  for (int64_t d = 0; d < n; ++d) to[d] = static_cast<float>(static_cast<int32_t>(from[d])) * step + low;
+}
+
+void scale_each(const uint8_t* __restrict from, int64_t n, const float* __restrict step, const float* __restrict low,
+                float* __restrict to) {
+  for (int64_t d = 0; d < n; ++d) to[d] = static_cast<float>(static_cast<int32_t>(from[d])) * step[d] + low[d];
+}
+
 // Keys or values, as KernelCodes describes them; absent arrays have no elements.
 struct Side {
   ffi::AnyBuffer codes, step, low, kept, table;
   int bits;
-
-  int64_t slots() const { return codes.dimensions()[2]; }
-  static const uint8_t* at(const ffi::AnyBuffer& x, int64_t index, int64_t n) {
-    return static_cast<const uint8_t*>(x.untyped_data()) + index * n * ffi::ByteWidth(x.element_type());
-  }
 };
 
 // Decodes the slots of one head. Steps and lows that slots share are converted once.
 class Reader {
  public:
-  Reader(const Side& side, int64_t head, int64_t dim) : side_(side), dim_(dim) {
-    const auto codes = side.codes.dimensions();
-    width_ = codes[3];
-    first_ = head * codes[2];
-    if (side.bits == 0) return;
-    const auto steps = side.step.dimensions();
-    grain_ = codes[2] / steps[2];
-    first_step_ = head * steps[2];
-    groups_ = steps[3];
-    if (side.table.element_count()) {
-      const int64_t n = int64_t{1} << side.bits;
-      convert(Side::at(side.table, head, n), side.table.element_type(), n, table_);
+  Reader(const Side& side, int64_t head, int64_t dim)
+      : type_(side.codes.element_type()), bits_(side.bits), dim_(dim), width_(side.codes.dimensions()[3]) {
+    const int64_t slots = side.codes.dimensions()[2];
+    codes_ = rows(side.codes, head * slots, width_, slot_bytes_);
+    if (side.kept.element_count()) kept_ = rows(side.kept, head * slots, dim / 8, kept_bytes_);
+    if (bits_ == 0) return;
+    const int64_t steps = side.step.dimensions()[2];
+    groups_ = side.step.dimensions()[3];
+    grain_ = slots / steps;
+    step_type_ = side.step.element_type();
+    steps_ = rows(side.step, head * steps, groups_, step_bytes_);
+    if (side.low.element_count()) {
+      low_type_ = side.low.element_type();
+      lows_ = rows(side.low, head * steps, groups_, low_bytes_);
+    }
+    middle_ = step_type_ == DataType::U8 ? -static_cast<float>(1 << (bits_ - 1)) : 0.0f;  // with exponents it is 0
+    if ((has_table_ = side.table.element_count() > 0)) {
+      int64_t bytes = 0;
+      const int64_t n = int64_t{1} << bits_;
+      convert(rows(side.table, head, n, bytes), side.table.element_type(), n, table_);
     }
   }
 
   void read(int64_t slot, float* __restrict to) {
-    const uint8_t* from = Side::at(side_.codes, first_ + slot, width_);
-    if (side_.bits == 0) return side_.kept.element_count() ? spread(from, slot, to) : convert(from, type(), dim_, to);
-    if (slot / grain_ != held_) hold(slot / grain_);
-    if (side_.bits != 8) {
-      unpack(from, side_.bits, dim_, codes_);
-      from = codes_;
+    const uint8_t* from = codes_ + slot * slot_bytes_;
+    if (bits_ == 0) return kept_ ? spread(from, slot, to) : convert(from, type_, dim_, to);
+    if (grain_ == 1)
+      hold(slot);
+    else if (slot / grain_ != held_)
+      hold(held_ = slot / grain_);
+    if (bits_ != 8) {
+      unpack(from, bits_, dim_, unpacked_);
+      from = unpacked_;
     }
-    if (side_.table.element_count())
-      for (int64_t d = 0; d < dim_; ++d) found_[d] = table_[from[d]];
-    else
-      for (int64_t d = 0; d < dim_; ++d) found_[d] = static_cast<float>(static_cast<int32_t>(from[d]));
     const int64_t each = dim_ / groups_;
-    if (each == 1) {
-      for (int64_t d = 0; d < dim_; ++d) to[d] = found_[d] * step_[d] + low_[d];
-      return;
-    }
-    for (int64_t g = 0; g < groups_; ++g) {
-      const float step = step_[g], low = low_[g];
-      for (int64_t d = g * each; d < (g + 1) * each; ++d) to[d] = found_[d] * step + low;
+    if (has_table_) {
+      for (int64_t d = 0; d < dim_; ++d) to[d] = table_[from[d]] * step_[d / each];
+    } else if (each == 1) {
+      scale_each(from, dim_, step_, low_, to);
+    } else {
+      for (int64_t g = 0; g < groups_; ++g) scale(from + g * each, each, step_[g], low_[g], to + g * each);
     }
   }
 
  private:
-  DataType type() const { return side_.codes.element_type(); }
+  // Row `first` of an array whose rows have n numbers, and the bytes of a row.
+  static const uint8_t* rows(const ffi::AnyBuffer& x, int64_t first, int64_t n, int64_t& bytes) {
+    bytes = n * static_cast<int64_t>(ffi::ByteWidth(x.element_type()));
+    return static_cast<const uint8_t*>(x.untyped_data()) + first * bytes;
+  }
 
   void hold(int64_t index) {
-    held_ = index;
-    const DataType type = side_.step.element_type();
-    convert(Side::at(side_.step, first_step_ + index, groups_), type, groups_, step_);
-    if (side_.low.element_count()) {
-      convert(Side::at(side_.low, first_step_ + index, groups_), side_.low.element_type(), groups_, low_);
-    } else {  // with exponents the middle code is 0
-      const float middle = type == DataType::U8 ? -static_cast<float>(1 << (side_.bits - 1)) : 0.0f;
-      for (int64_t g = 0; g < groups_; ++g) low_[g] = middle * step_[g];
-    }
+    convert(steps_ + index * step_bytes_, step_type_, groups_, step_);
+    if (lows_)
+      convert(lows_ + index * low_bytes_, low_type_, groups_, low_);
+    else
+      for (int64_t g = 0; g < groups_; ++g) low_[g] = middle_ * step_[g];
   }
 
   // The numbers of the channels whose bits are set, and 0 elsewhere.
   void spread(const uint8_t* from, int64_t slot, float* __restrict to) {
-    convert(from, type(), width_, found_);
-    const uint8_t* bits = Side::at(side_.kept, first_ + slot, dim_ / 8);
+    convert(from, type_, width_, step_);
+    const uint8_t* bits = kept_ + slot * kept_bytes_;
     int64_t next = 0;
-    for (int64_t d = 0; d < dim_; ++d) to[d] = bits[d / 8] >> (d % 8) & 1 && next < width_ ? found_[next++] : 0.0f;
+    for (int64_t d = 0; d < dim_; ++d) to[d] = bits[d / 8] >> (d % 8) & 1 && next < width_ ? step_[next++] : 0.0f;
   }
 
-  const Side& side_;
-  int64_t dim_, width_, first_, grain_ = 1, first_step_ = 0, groups_ = 1, held_ = -1;
-  uint8_t codes_[MAX_DIM];
-  float step_[MAX_DIM], low_[MAX_DIM], found_[MAX_DIM], table_[256];
+  DataType type_, step_type_ = DataType::F32, low_type_ = DataType::F32;
+  int bits_;
+  bool has_table_ = false;
+  const uint8_t *codes_ = nullptr, *kept_ = nullptr, *steps_ = nullptr, *lows_ = nullptr;
+  int64_t dim_, width_, groups_ = 1, grain_ = 1, held_ = -1;
+  int64_t slot_bytes_ = 0, kept_bytes_ = 0, step_bytes_ = 0, low_bytes_ = 0;
+  float middle_ = 0;
+  uint8_t unpacked_[MAX_DIM];
+  float step_[MAX_DIM], low_[MAX_DIM], table_[256];
 };
 
 struct Problem {

@@ -94,7 +94,12 @@ class Comparison:
 
 @narrow
 def compare(
-    model: Params | str, prompt: Prompt, caches: Sequence[str | CacheConfig], *, max_new_tokens: int = 64
+    model: Params | str,
+    prompt: Prompt,
+    caches: Sequence[str | CacheConfig],
+    *,
+    max_new_tokens: int = 64,
+    chat: bool | None = None,
 ) -> Comparison:
     """Compare caches with the full cache on one prompt.
 
@@ -105,6 +110,7 @@ def compare(
         model: a model, or what `jkv.load` takes.
         prompt: text, chat messages or token ids; one prompt.
         caches: compositions, such as ["int4", "snapkv(budget=512) | int4"].
+        chat: as in `generate`.
 
     Raises:
         ValueError: for several prompts, no caches, and as `generate` does for each cache, before anything runs.
@@ -116,7 +122,7 @@ def compare(
     (['full', 'int8', 'snapkv(budget=40, window=8)'], True, 44.0)
     """
     params = load(model) if isinstance(model, str) else model
-    rows, _ = encode(params, prompt)
+    rows, _ = encode(params, prompt, chat)
     if len(rows) > 1:
         raise ValueError(f"compare takes one prompt, and got {len(rows)}: call it for each")
     if isinstance(caches, str | CacheConfig) or not caches:

@@ -22,8 +22,9 @@ from jkv.models import Params
 from jkv.training.checkpoints import Folder
 from jkv.training.data import corpora
 from jkv.training.distillation import kl as kl_distillation
+from jkv.training.optimizer import create
 from jkv.training.recipes import xecomla
-from jkv.training.trainer import start
+from jkv.training.trainer import tx
 
 MODEL, TEXTS, LENGTH = "smollm2-135m", 4, 256
 LATENTS = ((288, 32), (128, 32), (64, 32))  # rank and rotated channels; 288 is the rank of keys and values
@@ -77,10 +78,10 @@ if __name__ == "__main__":
         student = xecomla.converted(
             params, xecomla.config_of(hf, told["rank"], told["rope_dim"], told["query_rank"] or None)
         )
-        begun = start(xecomla.trained(student), kl_distillation.Recipe(**told["recipe"]))
+        begun = create(xecomla.trained(student), tx(kl_distillation.Recipe(**told["recipe"])))
         with Folder(path, told, resume=True) as folder:
             state = folder.last(begun)
-        steps, (_, length, _) = int(state.steps), told["texts"]
+        steps, (_, length, _) = int(state.step), told["texts"]
         tokens = steps * told["recipe"]["batch"] * told["recipe"]["accumulate"] * length
         own = {"rank": told["rank"], "rope_dim": told["rope_dim"], "steps": steps, "tokens": tokens}
         made = kl_distillation.student_params(student, jax.tree.map(jnp.asarray, state.score))

@@ -63,8 +63,9 @@ class Prefilling:
             prefix_cache: used if the cache config can reuse prefixes and prompts are prefilled without chunks; then
                 `shapes.several` is 1.
         """
-        used = prefix_cache is not None and not shapes.bucket.chunk
-        begins = StoredPrefixes(prefix_cache, params, shapes.config) if used else None
+        begins = None
+        if prefix_cache is not None and not shapes.bucket.chunk:
+            begins = StoredPrefixes(prefix_cache, params, shapes.config)
         self.reads = None if begins is None or begins.refusal else begins
         self.shapes, self.params, self.cost = shapes, replace(params, config=shapes.model), cost
         self.empty_rows = maker(partial(shapes.cache, shapes.several), cost)

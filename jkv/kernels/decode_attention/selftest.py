@@ -25,7 +25,7 @@ from jkv.kernels import cpu_library
 from jkv.protocols import KernelCodes
 
 SIGMAS = 6.0
-SCALES = dict.fromkeys(("gpu", "tpu", "cpu", "xla"), ml_dtypes.bfloat16)  # dtype of steps and lows
+SCALES: dict[str, Any] = dict.fromkeys(("gpu", "tpu", "cpu", "xla"), ml_dtypes.bfloat16)  # dtype of steps and lows
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-11}  # e4m3 is multiplied as float16
 LONG = 2**17  # slots
 EXACT = 2.0**-18  # operands without rounding: error of float32 accumulation, which tensor cores truncate

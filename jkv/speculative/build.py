@@ -54,7 +54,7 @@ def build_drafter(what: Any, params: Params) -> Drafter:
     if isinstance(first, Drafter):
         return first
     raise TypeError(
-        f"draft is {short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(tokens=512)', a smaller model, "
+        f"drafter={short(first)}: give 'suffix', 'recycle', a cache such as 'triforce(tokens=512)', a smaller model, "
         "or a Drafter"
     )
 

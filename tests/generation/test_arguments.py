@@ -14,10 +14,12 @@ from jkv.prompts.tokenization import LONGEST, encode
 class Letters:
     """A tokenizer: a letter is a token."""
 
-    eos_ids = ()
+    eos_ids, template = (), None
 
     def encode(self, text):
         return [ord(c) % 100 for c in text]
+
+    within = encode
 
     def decode(self, ids, stop=()):
         return "".join(chr(97 + t % 26) for t in ids)
@@ -76,6 +78,7 @@ WRONG = {
     "seed": [*(x for x in NO_COUNT if x is not OFF), 1 << 64, [1, 2], [], -(1 << 63) - 1],
     "stop": [None, 5, b"END", "", "\ud83d", ("",), ["a", ""], [1], [None], (x for x in "ab"), {"a": 1}],
     "stop_ids": [x for x in NO_COUNT if x is not None] + [[100], [10**9], [-2], [[1]], "ab", (x for x in IDS)],
+    "chat": [5, "yes", 1.5, [True]],
     "chunk": [x for x in NO_COUNT if x is not None] + [[1]],
     "n": [*NO_COUNT, 0, [2]],
     "drafter": [5, "prefix", [], ["suffix", "recycle"]],

@@ -143,7 +143,7 @@ def test_generate_leaves_cache_unchanged(params):
 class Letters:
     """A tokenizer: token t is the letter a + t % 26."""
 
-    eos_ids = ()
+    eos_ids, template = (), None
 
     def decode(self, ids, stop=()):
         return "".join(map(self.push, ids))

@@ -60,7 +60,7 @@ def test_logprobs_are_independent_of_batching():
 class Letters:
     """A token a letter, and one for "ab": a text's tokens depend on what stands before it."""
 
-    eos_ids = ()
+    eos_ids, template = (), None
 
     def within(self, text: str) -> list[int]:
         return [ord(x) - 96 if x != "!" else 50 for x in text.replace("ab", "!")]

@@ -146,7 +146,7 @@ class Told(Recycling):
 
 def state_of(count: int, fill: int, alive: list[bool]) -> Any:
     """A state as far as a generation with drafts reads it itself."""
-    cache = SimpleNamespace(fill=fill, reserve=20, stay=4, seen=None)
+    cache = SimpleNamespace(fill=fill, recent_size=20, stay=4, seen=None)
     out, logits = np.full((len(alive), 64), 3), np.tile(np.arange(9.0), (len(alive), 1))
     return SimpleNamespace(count=count, alive=np.asarray(alive), cache=cache, out=out, logits=logits, used=None)
 
@@ -607,7 +607,7 @@ def test_invalid_drafts_are_refused():
     ):
         with pytest.raises(ValueError, match=why):
             jkv.generate(PARAMS, None, TEXT, drafter=draft)
-    with pytest.raises(TypeError, match="draft is 7: give 'suffix'"):
+    with pytest.raises(TypeError, match="drafter=7: give 'suffix'"):
         jkv.generate(PARAMS, None, TEXT, drafter=7)
     with pytest.raises(ValueError, match="blocks all attend"):
         jkv.generate(MODELS["bamba"], None, TEXT, drafter="suffix")

@@ -46,7 +46,7 @@ def same(a: object, b: object) -> None:
 def test_replayed_prefill_equals_own_prefill(case: Case):
     asked: list[int] = []
     config, rows = methods.parse(case.tight), [row[row >= 0].tolist() for row in PROMPT]
-    how = {"params": case.params, "config": config, "rows": rows, "room": STEPS, "cost": Cost()}
+    how = {"params": case.params, "config": config, "rows": rows, "reserve": STEPS, "cost": Cost()}
     shared = Shared(**how, length=PROMPT.shape[1], known=lambda: asked.append(0) or known(case.model))
     run = rig.shared(case.tight, case.model)
     same(shared.run(), (run.caches[0], run.logits[0]))

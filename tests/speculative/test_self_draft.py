@@ -219,15 +219,15 @@ def test_only_plain_triforce_and_tokenselect_draft_by_copy():
 
 
 def test_uncopyable_caches_are_refused():
-    how = {"max_new_tokens": 24, "stop_ids": (), "draft": ALL}
+    how = {"max_new_tokens": 24, "stop_ids": (), "drafter": ALL}
     with pytest.raises(Refusal, match="share slots, of which no head has pages; leave drafter= out"):
         jkv.generate(ONE, "h2o(budget=48, newest=0.2) | pooled(floor=0.5)", ROWS, **how)
     with pytest.raises(ValueError, match="selector goes by what other steps"):
         jkv.generate(ONE, ALL, ROWS, **how)
     with pytest.raises(ValueError, match="tokens=7, page=8: that are read together; a page or more"):
-        jkv.generate(ONE, "full", ROWS, **how | {"draft": "triforce(tokens=7)"})
+        jkv.generate(ONE, "full", ROWS, **how | {"drafter": "triforce(tokens=7)"})
     with pytest.raises(Refusal, match="layer 0 would be copied whole; give a selector of all layers"):
-        jkv.generate(ONE, "full", ROWS, **how | {"draft": Excerpts(CacheConfig(select=PageMean(first=1)))})
+        jkv.generate(ONE, "full", ROWS, **how | {"drafter": Excerpts(CacheConfig(select=PageMean(first=1)))})
     with pytest.raises(ValueError, match="context"):
         jkv.generate(ONE, "full", [[5] * ONE.config.context], **how)
 

@@ -155,16 +155,16 @@ HOSTED = "int4 | quest(pages=1, host='values')"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"draft": "suffix"}, {"batch": 0}, {"cache": HOSTED}, {"store": "int4"}], ids=str)
+@pytest.mark.parametrize("how", [{"drafter": "suffix"}, {"batch": 0}, {"cache": HOSTED}, {"store": "int4"}], ids=str)
 def test_disaggregated_options_equal_single_process(tmp_path: Path, how: dict[str, Any]):
     """Drafts, as many rows as fit, codes in the memory of the host, beginnings in a store."""
     config = methods.parse(str(how.get("cache", how.get("store", "snapkv(budget=40, window=8) | int4"))))
-    more = {name: x for name, x in how.items() if name in ("draft", "batch")}
+    more = {name: x for name, x in how.items() if name in ("drafter", "batch")}
     one = replace(job(tmp_path), config=config, out=tmp_path / "one")
     task = replace(one, out=tmp_path / "out")
     assert run(one, never, nothing).done == 9
     if "store" in how:
-        more["store"] = jkv.PrefixCache(tmp_path / "store")
+        more["prefix_cache"] = jkv.PrefixCache(tmp_path / "store")
         first = replace(task, out=tmp_path / "first", **more)
         assert run(first, never, nothing, staged(first, (2, 1), LOAD)).saved == 0
         assert written(first) == written(one)
@@ -172,7 +172,7 @@ def test_disaggregated_options_equal_single_process(tmp_path: Path, how: dict[st
     report = run(task, never, nothing, staged(task, (1, 1), LOAD))
     assert written(task) == written(one) and (report.done, report.failed) == (9, 0)
     assert report.batch == (9 if how == {"batch": 0} else 2) and report.draft_failed is None
-    assert (report.drafts is None) == ("draft" not in how) and (report.saved > 0) == ("store" in how)
+    assert (report.drafts is None) == ("drafter" not in how) and (report.saved > 0) == ("store" in how)
 
 
 def fails(self: Any, *_: Any) -> Any:

@@ -20,8 +20,8 @@ import jkv
 from jkv import models
 from jkv.cache import codec_map
 from jkv.io.load import read
-from jkv.methods.quantization import Affine
 from jkv.methods.quantization.groups import Widest
+from jkv.methods.quantization.integer import Affine
 
 PATH = Path(__file__).parents[2] / "examples" / "jkv_in_300_lines.py"
 SPEC = importlib.util.spec_from_file_location(PATH.stem, PATH)

@@ -76,6 +76,5 @@ def test_caches_and_logits_have_no_64_bits(tmp_path):
 
 def test_cli_disables_x64(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    monkeypatch.setattr(app, "app", lambda: None)
-    app.main()
+    app.main(lambda: None)
     assert os.environ["JAX_ENABLE_X64"] == "0"

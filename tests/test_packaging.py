@@ -133,6 +133,8 @@ def imported(name: str, tree: ast.Module, known: set[str]) -> set[str]:
             parts = (re.escape(x.value) if isinstance(x, ast.Constant) else r"[\w.]+" for x in node.values)
             pattern = re.compile("".join(parts))
             out |= {x for x in known if x.startswith("jkv.kernels.") and pattern.fullmatch(x)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module":
+            out |= {x.value for x in node.args if isinstance(x, ast.Constant)}
     return out & known
 
 

@@ -278,7 +278,7 @@ def test_receipts_name_kernels_of_every_composition():
         ("svdq(bits=4)", r"svdq: bits=4: several, as \(4, 4\)"),
         ("random(budget=32, seed='a')", "random: seed='a': a whole number, 0 or more"),
         ("random(budget=32, seed=4294967296)", "random: seed=4294967296: a whole number below 2"),
-        ("h2o(keep='a')", "keep=a: the fraction of tokens"),
+        ("h2o(keep='a')", "keep='a': the fraction of tokens"),
         ("h2o(budget=99999999999)", "budget=99999999999: a number of tokens, 1 or more and below 2"),
         ("h2o(budget=32, newest='half')", "h2o: newest='half': a number"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,7 +150,8 @@ def _whole(cache: Cache) -> tuple[Any, ...]:
 
 def _numbers(plan: Any) -> str:
     """Return a hex digest of the resolved plan, which detects versions that resolve the same config differently."""
-    return hashlib.sha256(str(jax.tree.structure(plan)).encode()).hexdigest()[:32]
+    text = re.sub(" at 0x[0-9a-f]+", "", str(jax.tree.structure(plan)))  # addresses of functions are of one process
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _described(path: Path, meta: dict[str, Any], params: Params, config: CacheConfig | None) -> Cache:

@@ -210,3 +210,14 @@ def test_loaded_cache_does_not_alias_file(cache, path):
     loaded = jkv.load_cache(path, PARAMS)
     path.write_bytes(b"\0" * path.stat().st_size)
     assert same(loaded, cache) and json.loads(json.dumps(cache.name)) == loaded.name
+
+
+def test_plan_digest_has_no_address():
+    """Another process, where functions lie elsewhere, reads the file."""
+    plan = CacheShape(jkv.parse("snapkv(budget=40, window=8)"), PARAMS.config, 1, 64, 8, jnp.float32).shapes().plan
+    moved = str(jax.tree.structure(plan)).replace(" at 0x", " at 0x7")
+    assert " at 0x" in moved
+    with pytest.MonkeyPatch.context() as patch:
+        digest = cache_file._numbers(plan)
+        patch.setattr(cache_file.jax.tree, "structure", lambda _: moved)
+        assert cache_file._numbers(plan) == digest

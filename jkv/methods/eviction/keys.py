@@ -12,7 +12,7 @@ from jkv.arrays.pytree import part
 from jkv.methods.base import Protect
 from jkv.methods.budgets.layers import Above
 from jkv.methods.budgets.sizes import Size
-from jkv.methods.registry import Axes, method
+from jkv.methods.registry import Axes, Positive, method
 from jkv.protocols import Born, Columns, Evidence, Needs, Score
 
 if TYPE_CHECKING:
@@ -140,6 +140,6 @@ def knorm(size: Size, *, dense_layers: int = 0) -> Axes:
 @method(
     "kvpress", "exact in one piece; while generating, statistics of the last 64 queries", "none: what kvpress offers"
 )
-def expected_attention(size: Size, *, future: int = 512, sinks: int = 4) -> Axes:
+def expected_attention(size: Size, *, future: Positive = 512, sinks: int = 4) -> Axes:
     """ExpectedAttention: attention that the mean future query is expected to pay, times value norms."""
     return dict(score=Protect(score=Expected(future=future, sinks=sinks), sinks=sinks), budget=size)

@@ -14,13 +14,13 @@ from rich.table import Table
 from jkv import models
 from jkv.aot import cuda, tpu
 from jkv.cache.cache import Cache, tree_bytes
-from jkv.cache.padding import bucket
+from jkv.cache.padding import answer_bucket, bucket
 from jkv.methods import parse
 from jkv.methods.config import CacheConfig
 from jkv.models import ModelConfig
 from jkv.prompts.allocation import CacheShape
 from jkv.prompts.chunking import chosen, needed
-from jkv.prompts.tokenization import check_length, reaching
+from jkv.prompts.tokenization import check_length, limit_reserve, reaching
 from jkv.utils.validation import read_bytes
 
 NEW = 256  # tokens of the context that are generated
@@ -69,11 +69,9 @@ def shapes(config: CacheConfig, model: ModelConfig, context: int, dtype: Any, ba
     new = min(NEW, context // 2)
     prompt = context - new
     check_length(config, model, prompt, new)
-    reserve = -(-new // 64) * 64
+    reserve = limit_reserve(config, model, prompt, answer_bucket(new))
     if config.unlimited:
         model = reaching(model, prompt + reserve)
-    else:
-        reserve = min(reserve, model.context - prompt)
     shape = CacheShape(config, model, batch, bucket(prompt) + reserve, reserve, jnp.dtype(dtype))
     return shape.shapes(), prompt
 

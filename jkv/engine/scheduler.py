@@ -11,6 +11,7 @@ from math import inf
 
 import numpy as np
 
+from jkv.cache.padding import answer_bucket
 from jkv.engine.request import Request
 from jkv.engine.shared_prefixes import Group, groups
 
@@ -162,14 +163,9 @@ def bounds(lengths: Sequence[int], most: int = MOST, worth: int = WORTH) -> list
     return best[-1][1]
 
 
-def room(new: int) -> int:
-    """Round generated tokens up to a multiple of 64, so that few buckets differ in them."""
-    return -(-new // 64) * 64
-
-
 def shape(row: Request) -> tuple[int, int]:
     """Return the smallest bucket that a row fits: padded prompt tokens and generated tokens."""
-    return padded(len(row.tokens)), room(row.new)
+    return padded(len(row.tokens)), answer_bucket(row.new)
 
 
 def arrange(requests: Sequence[Request], shares: bool, grain: Grain | None = None) -> list[Bucket]:
@@ -198,7 +194,7 @@ def arrange(requests: Sequence[Request], shares: bool, grain: Grain | None = Non
 def _whole(rows: Sequence[Request]) -> Bucket:
     """Make the bucket of rows whose prompts are prefilled whole."""
     lengths = bounds([len(r.tokens) for r in rows], worth=PIECE)
-    return Bucket(lengths=tuple(lengths), new=room(max(r.new for r in rows)), rows=tuple(rows))
+    return Bucket(lengths=tuple(lengths), new=answer_bucket(max(r.new for r in rows)), rows=tuple(rows))
 
 
 def _held(rows: list[Request], grain: Grain) -> tuple[Bucket | None, list[Request]]:

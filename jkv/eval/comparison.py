@@ -11,6 +11,7 @@ from jax import Array
 
 from jkv.arrays.x32 import narrow
 from jkv.cache.cache import Cache, Decoding
+from jkv.cache.padding import answer_bucket
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import run_blocks
 from jkv.core.sampling import make as sampling
@@ -24,7 +25,7 @@ from jkv.methods import parse
 from jkv.methods.compatibility import check
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
-from jkv.prompts.tokenization import Prompt, check_length, encode, stop_ids_of
+from jkv.prompts.tokenization import Prompt, check_length, encode, limit_reserve, stop_ids_of
 from jkv.utils.tables import html_table, html_text, text_table
 from jkv.utils.validation import count
 
@@ -182,8 +183,8 @@ def _decode(
     params: Params, prefills: Prefills, config: CacheConfig, ids: np.ndarray, new: int, tokens: list[int] | None
 ) -> _Decoded:
     """Prefill i32[1,T] into a cache, and decode `new` tokens greedily, or force the given ones."""
-    size = -(-new // 64) * 64
-    reserve = size if config.unlimited else min(size, params.config.context - ids.shape[1])  # as `generate` has it
+    size = answer_bucket(new)
+    reserve = limit_reserve(config, params.config, ids.shape[1], size)  # as `generate` has it
     cache, logits = prefills(params, config, ids, reserve)
     forced = None if tokens is None else jnp.asarray(np.pad(tokens, (0, size - len(tokens)))[None], jnp.int32)
     state, cost = Decoding.start(cache, logits, size, forced=forced, traced=True), Cost(over=mesh_of(params))

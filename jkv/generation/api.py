@@ -26,7 +26,7 @@ from jkv.models import Params
 from jkv.prefix_cache.chunk_reuse import ChunkCache, kind
 from jkv.prefix_cache.store import PrefixCache
 from jkv.prompts.prefill import extended, prefilled
-from jkv.prompts.tokenization import Prompt, encode
+from jkv.prompts.tokenization import Prompt, encode, limit_reserve
 from jkv.speculative.proposer import Drafter
 from jkv.utils.notes import note
 from jkv.utils.validation import count, short
@@ -79,8 +79,7 @@ def prefill(
     reserve = None if reserve is None else count("reserve", reserve, "tokens that may be added later, 0 or more")
     chunk = None if chunk is None else count("chunk", chunk, "0 (all at once) or more")
     if reserve is None:
-        left = params.config.context - max(map(len, rows))
-        reserve = ROOM if plan.unlimited else max(0, min(ROOM, left))
+        reserve = limit_reserve(plan, params.config, max(map(len, rows)), ROOM)
     cache, logits, _, chunks = prefilled(
         params, plan, rows, reserve, chunk, kind=kind(check_prefix_cache(prefix_cache))
     )

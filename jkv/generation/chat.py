@@ -13,6 +13,7 @@ from jkv.generation.generate import Result
 from jkv.io.tokenizer import Chat as Rendered
 from jkv.methods.config import CacheConfig
 from jkv.models import Params
+from jkv.prompts.tokenization import limit_reserve
 from jkv.utils.tables import abbreviate, html_table
 from jkv.utils.validation import count, short
 
@@ -115,8 +116,7 @@ class Chat:
 
     def _read(self, ids: list[int]) -> Cache:
         """Prefill the beginning of the conversation."""
-        left = self.params.config.context - len(ids)
-        reserve = self._reserve if self._config.unlimited else max(0, min(self._reserve, left))
+        reserve = limit_reserve(self._config, self.params.config, len(ids), self._reserve)
         return prefill(self.params, self._config, [ids], reserve=reserve)[0]
 
     def __repr__(self) -> str:

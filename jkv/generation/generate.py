@@ -14,7 +14,7 @@ from jax import Array
 
 from jkv.cache.cache import Cache, Decoding, tree_bytes
 from jkv.cache.disk_pages import raise_page_errors
-from jkv.cache.padding import bucket
+from jkv.cache.padding import answer_bucket, bucket
 from jkv.core import sampling as draw
 from jkv.core.compilation import Cost
 from jkv.core.decode_loop import borders, run_block, run_blocks
@@ -126,7 +126,7 @@ class Generation:
         new, cache, compare = asked.new, asked.cache, asked.compare
         self.stop, self.stop_fn, self.new, self.given = asked.stop, asked.stop_fn, new, cache
         self.checkers = [StopChecker(params.tokenizer, self.stop) for _ in self.rows if self.stop]
-        self.reserve = -(-new // 64) * 64
+        self.reserve = answer_bucket(new)
         # Extend the given cache, or prefill a new one.
         if isinstance(cache, Cache):
             self.name, self.bounded, self.exactness = cache.name or "continued", False, "as the cache given"
@@ -176,7 +176,7 @@ class Generation:
 
     def _start(self, cache: Cache, logits: Array, penalized: bool, compare: bool) -> Decoding:
         """Return the decode loop's initial state, with the prompt's tokens marked as used if there is a penalty."""
-        b, vocab, size = len(self.rows), cache.model.vocab, -(-self.new // 64) * 64
+        b, vocab, size = len(self.rows), cache.model.vocab, answer_bucket(self.new)
         used = None
         if penalized:
             used = np.zeros((b, vocab), bool)

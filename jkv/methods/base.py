@@ -172,7 +172,7 @@ class Protect(Wrapper):
         short: Prompt length below which `portion` applies; 0: never.
         share: Newest tokens to protect in addition, as a share of what the row may hold. In all no more are protected
             than it may hold.
-        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column `prompt_column`.
+        prompt: Protect prompt tokens too, of this turn and earlier ones, by the column of `prompt_column`.
     """
 
     sinks: int = 0
@@ -229,7 +229,7 @@ class Pool(Wrapper):
 
 
 def prompt_column(new: Born) -> Columns:
-    """The column `prompt_column`: 1 for prompt tokens of any turn, 0 for generated tokens."""
+    """The column "given": 1 for prompt tokens of any turn, 0 for generated tokens."""
     return {"given": jnp.full(new.k.shape[:3], 0.0 if new.step else 1.0, jnp.float32)}
 
 

@@ -162,6 +162,11 @@ def reaching(model: ModelConfig, longest: int) -> ModelConfig:
     return replace(model, ropes=tuple(replace(r, longest=longest) for r in model.ropes))
 
 
+def limit_reserve(config: CacheConfig, model: ModelConfig, prompt: int, reserve: int) -> int:
+    """Return a reserve after a prompt, at most the rest of the model's context if the cache is bound to it."""
+    return reserve if config.unlimited else max(0, min(reserve, model.context - prompt))
+
+
 def check_length(config: CacheConfig, model: ModelConfig, prompt: int, new: int) -> None:
     """Raise ValueError for rows beyond the model's context, or beyond 2^20 tokens if the cache is not bound to it."""
     check_total(model, config.unlimited, prompt, new, "the prompt has")
